@@ -1,0 +1,53 @@
+# make figures: everything in figures/, from a fresh clone.   make test: the tests.   make help: the rest.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+READY := $(VENV)/.ready
+PY := $(BIN)/python
+JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
+
+# dvc.yaml says `python`: it must be this environment's, whatever is active in the caller's shell
+export PATH := $(BIN):$(PATH)
+export VIRTUAL_ENV := $(abspath $(VENV))
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP JUPYTER_PATH JUPYTER_CONFIG_DIR PIP_USER PIP_TARGET PIP_PREFIX MPLBACKEND
+export PYTHONNOUSERSITE := 1
+export DVC_NO_ANALYTICS := 1
+# not /var/tmp/dvc, which another user may own (no comment after the value: make would keep the spaces)
+export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
+
+.PHONY: figures test lab lock clean help
+figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
+	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
+	$(PY) tools/repro.py --jobs $(JOBS)
+
+test: $(READY)  ## ruff, then all tests
+	$(PY) -m ruff check .
+	$(PY) -m pytest
+
+lab: $(READY)  ## the notebooks in JupyterLab
+	$(BIN)/jupyter lab notebooks
+
+# An environment that was cut short while it was made is made again from nothing: pip can't tell a half package.
+$(READY): requirements.txt pyproject.toml lab-overrides.json
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later, please: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@if [ -e $@ ]; then echo "updating $(VENV)"; rm $@; else \
+	  echo "making $(VENV) (about 3 minutes)"; \
+	  $(PYTHON) -m venv --clear $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV); fi
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(PY) install pip
+	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
+	$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -q -e .
+	@mkdir -p $(VENV)/share/jupyter/lab/settings && cp lab-overrides.json $(VENV)/share/jupyter/lab/settings/overrides.json
+	@touch $@
+
+lock:  ## after a change of requirements.in: pin the newest versions of everything (on the oldest Python supported)
+	rm -rf $(VENV)-lock && $(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install -r requirements.in
+	{ echo "# Every version that the figures were made with. Written by 'make lock'; torch without its build tag."; \
+	  $(VENV)-lock/bin/python -m pip freeze --all --exclude pip | sed -E 's/^(torch==[^+]*)\+.*/\1/'; } > requirements.txt
+	rm -rf $(VENV)-lock
+
+clean:  ## remove the environment and all that the pipeline made, except figures/
+	rm -rf $(VENV) results build .dvc/cache .dvc/tmp
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
