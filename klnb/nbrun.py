@@ -178,7 +178,7 @@ def main(argv=None):
     ap.add_argument("-o", "--output", required=True, help="the executed notebook to write, .ipynb")
     ap.add_argument("--params", metavar="FILE", help="a YAML file of sections")
     ap.add_argument("--section", action="append", default=[], help="a section of that file; may be repeated")
-    ap.add_argument("--threads", type=int, help="threads of the kernel's maths; with another count sums may round otherwise")
+    ap.add_argument("--threads", type=int, help="threads of the kernel's maths; another count may round otherwise")
     args, rest = ap.parse_known_args(argv)
     if len(rest) % 2 or not all(k.startswith("--") for k in rest[::2]):
         ap.error(f"parameters come as --name value: {' '.join(rest)}")
