@@ -66,7 +66,7 @@ def _field(logits, policy, ref, field, behavior, create_graph=False):
         step = _cross(logp.exp(), logp, logq) if field[0] == "R" else _cross(logq.exp(), logq, logp)
         objective = torch.where(weight > 0, weight * step.sum(2), 0.0).sum()
     if not torch.isfinite(objective):
-        raise ValueError(f"field: {field} does not exist here, its divergence is infinite (a token barred in one policy)")
+        raise ValueError(f"field: {field} does not exist here: its divergence is infinite (a token barred in one policy)")
     return torch.autograd.grad(objective, live, create_graph=create_graph)[0]
 
 
@@ -83,9 +83,9 @@ def gradient(
 ) -> Float[Tensor, "rows V"]:
     """One gradient field, exactly, in `policy.logits`.
 
-    R_seq = ∇KL(π‖π_ref) and F_seq = ∇KL(π_ref‖π) over whole sequences; R_tok = Σ_t E_{y_<t~π}[∇KL(π(·|y_<t)‖π_ref(·|y_<t))]
-    and F_tok = Σ_t E_{y_<t~π}[∇KL(π_ref(·|y_<t)‖π(·|y_<t))] with the prefixes held fixed (paper, §4.1); R_tok_mu and F_tok_mu
-    the same with prefixes from `behavior`.
+    R_seq = ∇KL(π‖π_ref) and F_seq = ∇KL(π_ref‖π), over whole sequences. With KL_t(a‖b) = KL(a(·|y_<t)‖b(·|y_<t)) and
+    prefixes held fixed, R_tok = Σ_t E_{y_<t~π}[∇KL_t(π‖π_ref)] and F_tok = Σ_t E_{y_<t~π}[∇KL_t(π_ref‖π)] (paper, §4.1);
+    R_tok_mu and F_tok_mu are the same with prefixes from `behavior`.
 
     Returns: float64 [rows, V], detached. Raises: ValueError for an unknown field, a *_mu field without behavior,
         policies of different V, T or eos, or an infinite divergence.
@@ -149,7 +149,8 @@ def expected_gradient(
             kl_loss with group_size=batch_size): one call in place of one per batch.
         trim: pad each batch to its own longest row instead of to T.
 
-    Returns: float64 [rows, V] in policy.logits. Raises: ValueError for a loss that is detached, not a scalar or not finite.
+    Returns: float64 [rows, V] in policy.logits.
+    Raises: ValueError for a loss that is detached, not a scalar or not finite.
     """
     weights, grads = gradients(loss_fn, policy, ref, behavior, batch_size, stacked=stacked, trim=trim)
     return (weights @ grads.flatten(1)).view_as(policy.logits)
@@ -187,36 +188,26 @@ def gradients(
             "ref_logits": ref.logits[ref.rows(tokens)],
         }
         probs = full["logits"].softmax(2)
-    width = mask[batches].sum(2).amax(1).long() if trim else torch.full((len(batches),), policy.horizon)
-    calls = _wants_logits(loss_fn), [batches.flatten()] if stacked else list(batches)
+    onehot, rows = torch.nn.functional.one_hot(tokens, policy.vocab), policy.rows(tokens)
     out = policy.logits.new_zeros(len(batches), *policy.logits.shape)
-    onehot = torch.nn.functional.one_hot(tokens, policy.vocab)
-    rows = policy.rows(tokens)
-    for m, index in enumerate(calls[1]):
-        t = policy.horizon if stacked else int(width[m])
-        by_logp, by_logits = _cotangents(loss_fn, {k: v[index, :t] for k, v in full.items()}, calls[0])
-        by_logits = by_logits + by_logp[..., None] * (onehot - probs)[index, :t]
-        by_logits = by_logits * (len(batches) if stacked else 1)  # each batch is a 1/M share of the stacked mean
-        target = out.flatten(0, 1) if stacked else out[m]
-        row = rows[index, :t]
-        if stacked:  # row r of batch m lies at m·rows + r
-            row = row + (torch.arange(len(batches)).repeat_interleave(batch_size) * len(policy.logits))[:, None]
-        target.index_add_(0, row.flatten(), by_logits.flatten(0, 1))
+    # row r of batch m lies at m·rows + r of the flattened output
+    start = torch.arange(len(batches)).repeat_interleave(batch_size)[:, None] * len(policy.logits)
+    share = len(batches) if stacked else 1  # each batch is a 1/M share of the stacked mean
+    everything = slice(0, len(batches) * batch_size)
+    for part in [everything] if stacked else [slice(m, m + batch_size) for m in range(0, everything.stop, batch_size)]:
+        index = batches.flatten()[part]
+        t = int(mask[index].sum(1).max()) if trim else policy.horizon
+        by_logp, by_logits = _cotangents(loss_fn, {k: v[index, :t] for k, v in full.items()})
+        by_logits = share * (by_logits + by_logp[..., None] * (onehot - probs)[index, :t])
+        out.flatten(0, 1).index_add_(0, (rows[index, :t] + start[part]).flatten(), by_logits.flatten(0, 1))
     return weights, out
 
 
-def _wants_logits(loss_fn) -> bool:
-    parameters = inspect.signature(loss_fn).parameters
-    return "logits" in parameters or "ref_logits" in parameters
-
-
-def _cotangents(loss_fn, batch, wants_logits):
+def _cotangents(loss_fn, batch):
     """The loss's gradients in logp [B, T] and in logits [B, T, V]."""
     logp, logits = batch["logp"].clone().requires_grad_(), batch["logits"].clone().requires_grad_()
-    more = {}
-    if wants_logits:
-        names = inspect.signature(loss_fn).parameters
-        more = {k: v for k, v in (("logits", logits), ("ref_logits", batch["ref_logits"])) if k in names}
+    wanted = inspect.signature(loss_fn).parameters
+    more = {k: v for k, v in (("logits", logits), ("ref_logits", batch["ref_logits"])) if k in wanted}
     with torch.enable_grad():
         loss = loss_fn(logp, batch["ref_logp"], batch["mask"], batch["behavior_logp"], **more)
         check_loss(loss)

@@ -111,8 +111,9 @@ def kl_loss(
             What masked positions hold (NaN, ±inf, anything) reaches neither value nor gradient.
         behavior_logp: [B, T] the same under μ, the sampler's *true* distribution: top-p or top-k sampling, where
             μ = 0 < π, breaks it. Detached here.
-        group_size: n ≥ 2 rows per prompt, adjacent. Then b_t is the mean over the group's other rows of their unweighted
-            reward-to-go at t (of ℓ; of k3 for reward-to-go-k3), 0 where they have ended. No expectation changes.
+        group_size: n ≥ 2 rows per prompt, adjacent. Then b_t is the mean over the group's other rows of their
+            unweighted reward-to-go at t (of ℓ; of k3 for reward-to-go-k3), 0 where they have ended. No expectation
+            changes.
         logits, ref_logits: [B, T, V], for rao-blackwell: the distributions that token t was drawn from, already divided
             by the temperature. `logits` with a gradient; `ref_logits` detached here.
         max_ratio: every ratio above it is replaced by this constant, in value and gradient. **Biased**: the gradient is
@@ -121,7 +122,7 @@ def kl_loss(
 
     Returns: 0-d tensor: the sum over tokens, averaged over the B sequences. float64 in float64 out; float32, bfloat16
         and float16 come back as float32 ([B, T] terms are worked in float64, vocabulary terms in float32). The value is
-        the Monte Carlo estimate for k1, k2, k3; for the other names it is a surrogate: only its gradient means something.
+        the Monte Carlo estimate for k1, k2, k3; for the other names a surrogate, of which only the gradient has meaning.
 
     Raises: ValueError or TypeError naming the argument, for shapes that differ, integer log-probs, log-probs above 1e-4
         or not finite at unmasked positions, a mask that is not 0/1 or has an empty row, a group_size below 2 or not
@@ -277,7 +278,7 @@ def _check_static(logp, ref_logp, mask, behavior_logp, group_size, logits, ref_l
             raise ValueError(f"{arg}: expected it on {logp.device} like logp, got {x.device}")
     for arg in ("logp", "logits"):
         if given[arg] is not None and not (torch.is_grad_enabled() and given[arg].requires_grad):
-            raise ValueError(f"{arg}: carries no gradient (detached or under no_grad), so this loss would train nothing")
+            raise ValueError(f"{arg}: carries no gradient (detached or under no_grad); this loss would train nothing")
     if group_size is not None:
         if not isinstance(group_size, int) or isinstance(group_size, bool):
             raise TypeError(f"group_size: expected an int, got {type(group_size).__name__}")
