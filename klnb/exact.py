@@ -66,7 +66,7 @@ def _field(logits, policy, ref, field, behavior, create_graph=False):
         step = _cross(logp.exp(), logp, logq) if field[0] == "R" else _cross(logq.exp(), logq, logp)
         objective = torch.where(weight > 0, weight * step.sum(2), 0.0).sum()
     if not torch.isfinite(objective):
-        raise ValueError(f"field: {field} does not exist here: its divergence is infinite (a token barred in one policy)")
+        raise ValueError(f"field: {field} does not exist here: its divergence is infinite (a token is barred)")
     return torch.autograd.grad(objective, live, create_graph=create_graph)[0]
 
 
@@ -84,8 +84,8 @@ def gradient(
     """One gradient field, exactly, in `policy.logits`.
 
     R_seq = ∇KL(π‖π_ref) and F_seq = ∇KL(π_ref‖π), over whole sequences. With KL_t(a‖b) = KL(a(·|y_<t)‖b(·|y_<t)) and
-    prefixes held fixed, R_tok = Σ_t E_{y_<t~π}[∇KL_t(π‖π_ref)] and F_tok = Σ_t E_{y_<t~π}[∇KL_t(π_ref‖π)] (paper, §4.1);
-    R_tok_mu and F_tok_mu are the same with prefixes from `behavior`.
+    prefixes held fixed, R_tok = Σ_t E_{y_<t~π}[∇KL_t(π‖π_ref)] and F_tok = Σ_t E_{y_<t~π}[∇KL_t(π_ref‖π)]
+    (paper, §4.1); R_tok_mu and F_tok_mu are the same with prefixes from `behavior`.
 
     Returns: float64 [rows, V], detached. Raises: ValueError for an unknown field, a *_mu field without behavior,
         policies of different V, T or eos, or an infinite divergence.

@@ -122,7 +122,7 @@ def kl_loss(
 
     Returns: 0-d tensor: the sum over tokens, averaged over the B sequences. float64 in float64 out; float32, bfloat16
         and float16 come back as float32 ([B, T] terms are worked in float64, vocabulary terms in float32). The value is
-        the Monte Carlo estimate for k1, k2, k3; for the other names a surrogate, of which only the gradient has meaning.
+        the Monte Carlo estimate for k1, k2, k3; for the others a surrogate, of which only the gradient has meaning.
 
     Raises: ValueError or TypeError naming the argument, for shapes that differ, integer log-probs, log-probs above 1e-4
         or not finite at unmasked positions, a mask that is not 0/1 or has an empty row, a group_size below 2 or not
