@@ -9,13 +9,13 @@ from klnb import paths, stats
 # stay apart under the three kinds of colour blindness (a test measures this); line styles are a second way to tell.
 COLORS = {
     "k1": "#333333", "k2": "#0072b2", "k3": "#d55e00", "score": "#56b4e9", "sequence": "#cc79a7",
-    "reward-to-go": "#009e73", "reward-to-go-k3": "#e69f00", "rao-blackwell": "#6a3d9a",
+    "reward-to-go": "#009e73", "reward-to-go-k3": "#e69f00", "rao-blackwell": "#7818d8",
     "R_seq": "#009e73", "F_seq": "#b8860b", "R_tok": "#0072b2", "F_tok": "#d55e00",
     "policy": "#333333", "ref": "#999999", "behavior": "#cc79a7",
 }  # fmt: skip
 LABELS = {
-    "k1": "k1 as a loss", "k2": "k2 as a loss", "k3": "k3 as a loss", "score": "score function, per token",
-    "sequence": "score function, whole sequence", "reward-to-go": "reward-to-go",
+    "k1": "k1 as a loss", "k2": "k2 as a loss", "k3": "k3 as a loss", "score": "per-token score function",
+    "sequence": "whole-sequence score", "reward-to-go": "reward-to-go",
     "reward-to-go-k3": "reward-to-go of k3", "rao-blackwell": "Rao–Blackwell",
     "R_seq": r"$R_{\mathrm{seq}}$", "F_seq": r"$F_{\mathrm{seq}}$", "R_tok": r"$R_{\mathrm{tok}}$",
     "F_tok": r"$F_{\mathrm{tok}}$", "policy": r"$\pi$", "ref": r"$\pi_{\mathrm{ref}}$", "behavior": r"$\mu$",
