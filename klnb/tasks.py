@@ -1,0 +1,227 @@
+r"""Problems, prompts and rewards. Every problem is a record in the format of MATH (Hendrycks et al., arXiv 2103.03874):
+a dict of the strings id, problem, level ("Level 1" … "Level 5"), type, solution, the answer in the solution's last
+\boxed{}. `arithmetic` makes such records where no data set can be had, with a tokenizer for small models.
+"""
+
+import atexit
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from klnb.stats import generator
+from klnb.verifier import Verifier
+
+FIELDS = ("id", "problem", "level", "type", "solution")
+HUB = ("EleutherAI/hendrycks_math", "21a5633873b6a120296cce3e2df9d5550074f4a3")
+SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
+
+
+def math_records(split: str, *, data_dir=None, levels: Sequence[int] | None = None, limit: int | None = None) -> list:
+    """MATH's records, 7,500 of split "train" or 5,000 of "test", in the order of their source.
+
+    From data_dir/train.jsonl or test.jsonl (one JSON record a line), else the hub's copy at a pinned revision (there,
+    id is subject/row number). levels: keep these, 1 to 5. limit: the first so many of what is left (the order is by
+    subject: choose at random for a mixture).
+
+    Raises: ValueError for an unknown split, for a record that lacks a field or whose solution has no box (naming file
+    and line), and if no record is left; OSError, one line with the ways out, if the data cannot be reached.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split: expected 'train' or 'test', got {split!r}")
+    records = _local(Path(data_dir).expanduser() / f"{split}.jsonl") if data_dir else _hub(split)
+    if levels is not None:
+        wanted = {f"Level {level}" for level in levels}
+        records = [r for r in records if r["level"] in wanted]
+    if not records:
+        raise ValueError(f"no MATH problem of split {split!r} has a level among {levels}")
+    return records[:limit]
+
+
+def _local(file):
+    if not file.is_file():
+        raise OSError(f"no file {file}: the data folder must hold train.jsonl and test.jsonl, one MATH record a line")
+    records = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            records.append(_checked(json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"{file.name}, line {number}: {error}") from None
+    return records
+
+
+def _hub(split):
+    try:
+        from datasets import load_dataset
+
+        parts = [(s, load_dataset(HUB[0], s, split=split, revision=HUB[1])) for s in SUBJECTS]
+    except Exception as error:
+        raise OSError(
+            f"cannot get MATH ({HUB[0]}) from the hub ({type(error).__name__}). Two ways out: DATA_DIR=path/to/math "
+            "(data_dir=...), a folder with train.jsonl and test.jsonl, or the project's own problems, tasks.arithmetic"
+        ) from None
+    return [_checked({**row, "id": f"{subject}/{i}"}) for subject, rows in parts for i, row in enumerate(rows)]
+
+
+def _checked(record):
+    for field in FIELDS:
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            raise ValueError(f"a record needs the text fields {', '.join(FIELDS)}; {field} is missing or no text")
+    answer(record)
+    return {field: record[field] for field in FIELDS}
+
+
+def arithmetic(
+    n: int,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    digits: Sequence[int] = (2, 3),
+    operations: Sequence[int] = (2, 3),
+) -> list:
+    r"""n different sums and differences in MATH's format, worked left to right, the answer boxed.
+
+    digits: how many digits an operand may have; operations: how many there may be (the level is one less). As in
+    problem "Compute $12+345-67$.", solution "12+345=357\n357-67=290\n\boxed{290}". The same arguments give the same
+    records. A problem belongs to split "train" or "test" (one in ten) by a hash of its text, so that the two never
+    share one, whatever the seeds. ValueError if there are too few different problems.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split: expected 'train' or 'test', got {split!r}")
+    if min(digits) < 1 or not 1 <= min(operations) <= max(operations) <= 6:
+        raise ValueError(f"digits must be at least 1 and operations 1 to 6, got {digits} and {operations}")
+    source, found, tries = generator(seed, f"arithmetic/{split}"), {}, 0
+    width = max(operations) + 1
+    while len(found) < n and tries < 100 * n:
+        tries += 1
+        unit = torch.rand(width, 3, generator=source, dtype=torch.float64).tolist()
+        count = operations[int(unit[0][0] * len(operations))]  # the first term's sign is not needed
+        terms = [int(10 ** (digits[int(d * len(digits))] - 1) * (1 + 9 * u)) for _, d, u in unit[: count + 1]]
+        terms[1:] = [term if s < 0.5 else -term for term, (s, _, _) in zip(terms[1:], unit[1:])]
+        problem = f"Compute ${_sum(terms)}$."
+        if (sha256(problem.encode()).digest()[0] % 10 == 0) == (split == "test"):
+            found[problem] = terms
+    if len(found) < n:
+        raise ValueError(f"{len(found)} different problems found with digits={digits}, operations={operations}, not {n}")
+    records = []
+    for i, (problem, terms) in enumerate(found.items()):
+        steps = [f"{_sum([sum(terms[:k]), terms[k]])}={sum(terms[: k + 1])}" for k in range(1, len(terms))]
+        records.append(
+            {
+                "id": f"arithmetic/{split}/{seed}/{i}",
+                "problem": problem,
+                "level": f"Level {max(1, len(terms) - 2)}",
+                "type": "Arithmetic",
+                "solution": "\n".join([*steps, rf"\boxed{{{sum(terms)}}}"]),
+            }
+        )
+    return records
+
+
+def _sum(terms):
+    return str(terms[0]) + "".join(f"{term:+d}" for term in terms[1:])
+
+
+def arithmetic_tokenizer():
+    r"""A tokenizer for `arithmetic`: digits and signs one by one, "Compute $", "$." and "\boxed{" whole; 22 tokens.
+
+    bos (put before a prompt by `models.encode`), eos and pad are three different tokens; no chat template. Save it
+    with the model: `save_pretrained(folder)` of both is what `models.load(folder)` reads.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", "\n", "Compute $", "$.", r"\boxed{", "}", *"+-=0123456789"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    pattern = Regex("|".join(map(re.escape, words[4:])))
+    backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the last \boxed or \fbox of a text, or None: of a completion's text alone, never the prompt's.
+
+    Braces may nest, and \{ and \} are no braces. "\boxed 5$" gives "5" (up to a space or $). None if the last box is
+    not closed: a completion that is cut there gave no answer.
+    """
+    found = list(re.finditer(r"\\(?:boxed|fbox)(?![A-Za-z])\s*", text))
+    if not found:
+        return None
+    start = found[-1].end()
+    if text[start : start + 1] != "{":
+        return re.match(r"[^\s$]*", text[start:]).group() or None
+    depth = 0
+    for token in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(token.group(), 0)
+        if depth == 0:
+            return text[start + 1 : start + token.start()].strip()
+    return None
+
+
+def answer(record: dict) -> str:
+    """The record's gold answer, as LaTeX. ValueError if its solution has no closed box."""
+    if (boxed := last_boxed(record["solution"])) is None:
+        raise ValueError(rf"problem {record['id']}: its solution has no \boxed{{}}")
+    return boxed
+
+
+def prompt(record: dict, tokenizer) -> str:
+    r"""The text that the model continues, for `models.encode`.
+
+    With a chat template: one user message, the problem and the request to box the answer, and the assistant's turn
+    opened. Without: the problem and a newline, as `arithmetic` solutions follow it in training.
+    """
+    if not tokenizer.chat_template:
+        return record["problem"] + "\n"
+    request = record["problem"] + "\n\n" + r"Reason step by step, and put your final answer within \boxed{}."
+    message = [{"role": "user", "content": request}]
+    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+
+
+def verifier(timeout: float = 5.0, workers: int = 2) -> Verifier:
+    """The workers that `rewards` uses with these settings; `.counts` says how many answers ran out of time or failed."""
+    return _verifier(timeout, workers)
+
+
+@cache
+def _verifier(timeout, workers):
+    made = Verifier(timeout, workers)
+    atexit.register(made.close)
+    return made
+
+
+def rewards(
+    completions: Sequence[str], records: Sequence[dict], *, timeout: float = 5.0, workers: int = 2
+) -> Float[Tensor, " B"]:
+    """1 where a completion's last box equals its record's answer by math-verify, else 0; float32 [B], no gradient.
+
+    completions: decoded texts without the prompt. An answer that math-verify cannot compare within `timeout` seconds
+    gets 0 and is counted in `verifier(timeout, workers).counts`. Not evaluated in this process: see klnb/verifier.py.
+    ValueError unless there is one record for each completion.
+    """
+    if len(completions) != len(records):
+        raise ValueError(f"{len(completions)} completions for {len(records)} records: expected one record for each")
+    boxed = [last_boxed(text) for text in completions]
+    given = [i for i, text in enumerate(boxed) if text]
+    scores = torch.zeros(len(boxed))
+    if given:
+        right = verifier(timeout, workers)([answer(records[i]) for i in given], [boxed[i] for i in given])
+        scores[given] = torch.tensor(right, dtype=torch.float32)
+    return scores
