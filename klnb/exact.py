@@ -6,6 +6,7 @@ of its table. Costs grow as V^T: meant for V, T of about 2 to 6.
 
 import inspect
 from itertools import product
+from typing import no_type_check
 
 import torch
 from jaxtyping import Float
@@ -229,6 +230,7 @@ def check_loss(loss):
         raise ValueError(f"loss: expected a finite value, got {loss.item()}")
 
 
+@no_type_check  # it checks its own input and says what is wrong
 def optimum(
     reward: Float[Tensor, " V"], ref: Float[Tensor, " V"] | policies.Tabular, beta: float, which: str = "target"
 ) -> Float[Tensor, " V"]:
