@@ -23,6 +23,7 @@ from pathlib import Path  # noqa: E402
 from klnb.paths import ROOT  # noqa: E402
 
 _BAR = re.compile(r"^.*\d+%\|.*\|.*$\n?|^.*\b\d+it \[.*\]\s*$\n?", re.M)  # a tqdm bar
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -90,7 +91,7 @@ def clean(nb):
 
 
 def _outputs(outputs):
-    """Join the pieces of a stream, show what a terminal would have left, and drop progress bars and local paths."""
+    """Join the pieces of a stream, show what a terminal would have left, drop progress bars, addresses, local paths."""
     merged = []
     for out in outputs:
         last = merged[-1] if merged else None
@@ -102,9 +103,9 @@ def _outputs(outputs):
         if out.output_type == "stream":
             text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in out["text"].split("\n"))
             text = _BAR.sub("", text) if out.name == "stderr" else text
-            out["text"] = text.replace(sys.prefix, "$VENV").replace(str(ROOT), ".")
+            out["text"] = _ADDRESS.sub("", text.replace(sys.prefix, "$VENV").replace(str(ROOT), "."))
         elif "text/plain" in out.get("data", {}):
-            out["data"]["text/plain"] = re.sub(r" at 0x[0-9a-f]+", "", out["data"]["text/plain"])
+            out["data"]["text/plain"] = _ADDRESS.sub("", out["data"]["text/plain"])
     return [o for o in merged if o.output_type != "stream" or o["text"].strip()]
 
 
@@ -167,7 +168,7 @@ def _end_with_parent():
 
 def main(argv=None):
     """The command line; returns the exit status."""
-    from ruamel.yaml import YAML  # YAML 1.2 as in DVC: 1e-3 is a number
+    from ruamel.yaml import YAML, YAMLError  # YAML 1.2 as in DVC: 1e-3 is a number
 
     yaml = YAML(typ="safe", pure=True)
     ap = argparse.ArgumentParser(
@@ -195,8 +196,8 @@ def main(argv=None):
             params |= sections[name]
         params |= {k[2:].replace("-", "_"): yaml.load(v) for k, v in zip(rest[::2], rest[1::2])}
         return run(args.script, args.output, params, args.threads)
-    except (ValueError, OSError) as e:
-        raise SystemExit(f"{args.script}: {e}") from None
+    except (ValueError, OSError, YAMLError) as e:
+        raise SystemExit(f"{args.script}: {' '.join(str(e).split())}") from None
 
 
 if __name__ == "__main__":
