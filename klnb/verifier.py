@@ -48,7 +48,7 @@ class Verifier:
     Not for use from several threads at once.
     """
 
-    def __init__(self, timeout: float = 5.0, workers: int = 2):
+    def __init__(self, timeout: float | int = 5.0, workers: int = 2):
         if not timeout > 0 or workers < 1:
             raise ValueError(f"expected timeout > 0 and workers >= 1, got {timeout} and {workers}")
         self.timeout, self.size, self.workers = timeout, workers, []
