@@ -18,6 +18,7 @@ import re  # noqa: E402
 import tempfile  # noqa: E402
 import threading  # noqa: E402
 import time  # noqa: E402
+from itertools import groupby  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from klnb.paths import ROOT  # noqa: E402
@@ -93,12 +94,16 @@ def clean(nb):
 def _outputs(outputs):
     """Join the pieces of a stream, show what a terminal would have left, drop progress bars, addresses, local paths."""
     merged = []
-    for out in outputs:
-        last = merged[-1] if merged else None
-        if last is not None and out.output_type == "stream" == last.output_type and last.name == out.name:
-            last["text"] += out["text"]
-        else:
-            merged.append(out)
+    for is_stream, group in groupby(outputs, lambda out: out.output_type == "stream"):
+        if not is_stream:
+            merged += group
+            continue
+        # pieces of stdout and stderr alternate as chance has it: one of each, stdout first
+        pieces = sorted(group, key=lambda out: out.name == "stderr")
+        for _, same in groupby(pieces, lambda out: out.name):
+            first, *rest = same
+            first["text"] += "".join(out["text"] for out in rest)
+            merged.append(first)
     for out in merged:
         if out.output_type == "stream":
             text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in out["text"].split("\n"))

@@ -33,7 +33,7 @@ name = None
 print(text, seeds, lr, name)
 sys.stderr.write("a warning\\n")
 for _ in tqdm(range(20)):
-    print(os.getcwd(), object())
+    print(os.getcwd(), object(), flush=True)
 
 # %%
 figures.style()
@@ -90,7 +90,7 @@ def test_two_runs_give_the_same_bytes(script):
     assert done.returncode == 0, done.stderr
     assert "100%" in done.stderr  # the progress bar is for the terminal
     first = out.read_bytes()
-    assert nbrun.run(script, out, {"lr": 0.001, "seeds": [4, 5]}, threads=1) == 0
+    assert command(script, "--lr", "0.001", "--seeds", "[4, 5]", "--threads", "1")[0].returncode == 0
     assert out.read_bytes() == first
     cells = json.loads(first)["cells"]
     printed = {o["name"]: "".join(o["text"]) for o in cells[3]["outputs"]}

@@ -14,8 +14,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import psutil
+from dvc.dvcfile import Lockfile
+from dvc.exceptions import DvcException
 from dvc.repo import Repo
-from ruamel.yaml import YAML, YAMLError
+
+DVC = [sys.executable, "-m", "dvc"]
 
 
 def mend(root):
@@ -29,10 +32,9 @@ def mend(root):
     (root / ".dvc/tmp/rwlock").unlink(missing_ok=True)  # DVC trusts its process ids, even reused or those of zombies
     file = root / "dvc.lock"
     try:
-        ok = not file.exists() or isinstance(YAML(typ="safe").load(file)["stages"], dict)
-    except (YAMLError, TypeError, KeyError):
-        ok = False
-    if not ok:
+        with Repo(root) as repo:
+            Lockfile(repo, str(file)).load()
+    except DvcException:
         print("dvc.lock was cut off: back to the one in git; DVC's cache knows what is done", flush=True)
         file.unlink()
         subprocess.run(["git", "checkout", "-q", "--", "dvc.lock"], cwd=root, check=False, stderr=subprocess.DEVNULL)
@@ -46,7 +48,7 @@ def _is_run(process, root):
             return False
         me = psutil.Process()
         age = (process.create_time(), process.pid) < (me.create_time(), me.pid)
-        return ("dvc" in words[:2] and "repro" in words) or ("repro.py" in words[:2] and age)
+        return ("dvc" in words[:3] and "repro" in words) or ("repro.py" in words[:2] and age)
     except psutil.Error:
         return False
 
@@ -115,15 +117,16 @@ def main():
     ap.add_argument("--jobs", type=int, default=os.cpu_count(), help="stages at a time")
     jobs = ap.parse_args().jobs
     root = Path(Repo.find_root())
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # stages say `python`
     mend(root)
     with Repo(root) as repo:
         prune(repo)
         todo = outdated(repo)
     print(f"{len(todo)} stages to run" if todo else "every stage is up to date", flush=True)
-    failed = run_all(todo, jobs, ["dvc", "--wait-for-lock", "repro", "--quiet", "--single-item"])
+    failed = run_all(todo, jobs, [*DVC, "--wait-for-lock", "repro", "--quiet", "--single-item"])
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; what finished is kept, run again to go on")
-    if todo and subprocess.run(["dvc", "repro", "--quiet"]).returncode:  # has the last word on what is up to date
+    if todo and subprocess.run([*DVC, "repro", "--quiet"]).returncode:  # has the last word on what is up to date
         sys.exit("dvc repro failed")
 
 
