@@ -56,8 +56,8 @@ def test_digits_are_single_tokens_as_the_header_asks(smollm2):
 
 
 def test_it_is_a_language_model(smollm2):
-    """Plain English at most 3.5 nats a token, the same words shuffled at least 1.5 nats more: a wrong permutation of the
-    attention weights or a wrong tokenizer would give about log 49152 = 10.8 for both."""
+    """Plain English at most 3.5 nats a token, the same words shuffled at least 1.5 nats more: with wrongly permuted
+    attention weights or a wrong tokenizer both would be near log 49152 = 10.8."""
     model, tokenizer = smollm2
     words = "The sun rises in the east and sets in the west , and the moon follows it across the sky at night .".split()
     shuffled = np.random.default_rng(0).permutation(words)
