@@ -31,9 +31,7 @@ class Case:
 
     def expect(self, loss_fn, off_policy=False, batch_size=1, stacked=True, **more):
         behavior = self.behavior if off_policy else None
-        return exact.expected_gradient(
-            loss_fn, self.policy, self.ref, behavior, batch_size, stacked=stacked, **more
-        )
+        return exact.expected_gradient(loss_fn, self.policy, self.ref, behavior, batch_size, stacked=stacked, **more)
 
 
 # 24 pairs: four combinations of tables (the policy's, the reference's) × three scales × fixed and variable length.

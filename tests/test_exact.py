@@ -23,7 +23,9 @@ FIXTURE = softmax_policy(0.7, 0.3), softmax_policy(0.5, 0.5)
 def test_fixture_by_hand():
     policy, ref = FIXTURE
     assert exact.kl(policy, ref).item() == pytest.approx(0.0822828785, rel=1e-8)
-    assert exact.kl(ref, policy).item() == pytest.approx(0.5 * math.log(0.5 / 0.7) + 0.5 * math.log(0.5 / 0.3), rel=1e-12)
+    assert exact.kl(ref, policy).item() == pytest.approx(
+        0.5 * math.log(0.5 / 0.7) + 0.5 * math.log(0.5 / 0.3), rel=1e-12
+    )
     for field in ("R_seq", "R_tok"):
         assert exact.gradient(policy, ref, field).tolist()[0] == pytest.approx([0.1779325507, -0.1779325507], rel=1e-8)
     for field in ("F_seq", "F_tok"):
@@ -144,7 +146,10 @@ def test_batches_against_autograd_through_the_policy(off_policy):
 
     def loss(logp, ref_logp, mask, behavior_logp, logits, ref_logits):
         a = kl_loss("reward-to-go", logp, ref_logp, mask, group_size=2)
-        return a + kl_loss("rao-blackwell", logp, ref_logp, mask, logits=logits, ref_logits=ref_logits) * behavior_logp[0, 0]
+        return (
+            a
+            + kl_loss("rao-blackwell", logp, ref_logp, mask, logits=logits, ref_logits=ref_logits) * behavior_logp[0, 0]
+        )
 
     tokens, mask = policies.sequences(3, 3, case.eos)
     sampler = brute.Policy(case.behavior if off_policy else case.policy)
