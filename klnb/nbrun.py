@@ -128,7 +128,7 @@ def run(script, out, params, threads=None):
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", "10")
+        os.environ.setdefault("TQDM_MININTERVAL", "10")  # a bar is a line there
     nb = parametrize(load(script), params)
     out = Path(out).resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -139,13 +139,10 @@ def run(script, out, params, threads=None):
     with tempfile.TemporaryDirectory(prefix="nb-") as sockets:
         os.environ["IPYTHONDIR"] = sockets  # no startup files of the user's
         km = {"transport": "tcp"} if os.name == "nt" else {"transport": "ipc", "ip": f"{sockets}/k"}
+        options = {"config": Config({"KernelManager": km}), "stderr_file": sys.stderr}  # stderr: progress bars, live
+        options |= {"cwd": str(Path(script).resolve().parent), "kernel_name": "python3", "language": "python"}
         try:
-            nb = papermill.execute_notebook(
-                nb, str(partial), kernel_name="python3", language="python", progress_bar=False,
-                cwd=str(Path(script).resolve().parent),
-                stderr_file=sys.stderr,  # progress bars, live
-                config=Config({"KernelManager": km}),
-            )  # fmt: skip
+            nb = papermill.execute_notebook(nb, str(partial), progress_bar=False, **options)
         except (Exception, KeyboardInterrupt) as e:
             what = "interrupted" if isinstance(e, KeyboardInterrupt) else _ANSI.sub("", str(e)).strip()
             print(f"\n{what}\n{script} stopped here.", file=sys.stderr)
@@ -176,10 +173,8 @@ def main(argv=None):
     from ruamel.yaml import YAML, YAMLError  # YAML 1.2 as in DVC: 1e-3 is a number
 
     yaml = YAML(typ="safe", pure=True)
-    ap = argparse.ArgumentParser(
-        "python -m klnb.nbrun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
+    raw = argparse.RawDescriptionHelpFormatter
+    ap = argparse.ArgumentParser("python -m klnb.nbrun", description=__doc__, formatter_class=raw, allow_abbrev=False)
     ap.add_argument("script", help="the notebook, a .py file in percent format")
     ap.add_argument("-o", "--output", required=True, help="the executed notebook to write, .ipynb")
     ap.add_argument("--params", metavar="FILE", help="a YAML file of sections")

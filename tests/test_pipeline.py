@@ -416,7 +416,7 @@ BROKEN = [
     (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("from klnb import figures", "x = 1"), "all imports"),
     (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("print(", "import os\nprint("), "an import outside"),
     (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("print(", "x = 1\n" * 15 + "print("), "16 lines"),
-    (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("print(", "dict(\n" + "a=1,\n" * 15 + "alt=1)\nprint("), None),
+    (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("print(", "f(\n" + "1,\n" * 15 + "alt=1)\nprint("), None),
     (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("print(", "save()\nsave(\n"), "more than one figure"),
     (check_notebooks, "notebooks/01_x.py", NOTEBOOK.replace("Summary", "End"), "Summary"),
     (check_figures, "figures/02_y.png", "png", "no stage lists figures/02_y.png"),

@@ -64,7 +64,7 @@ def prune(repo):
     folders.add(Path(repo.root_dir) / "build/nb")
     gone = []
     for file in sorted({f for folder in folders for f in folder.rglob("*") if f.is_file()}):
-        if file not in outs and not outs & set(file.parents):
+        if file not in outs and not outs & set(file.parents) and not file.name.endswith(".failed.ipynb"):
             print("no stage makes", file.relative_to(repo.root_dir), "any more: deleted", flush=True)
             file.unlink()
             gone.append(file)
