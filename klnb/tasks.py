@@ -92,12 +92,17 @@ def arithmetic(
     seed: int = 0,
     digits: Sequence[int] = (2, 3),
     operations: Sequence[int] = (2, 3),
+    columns: bool = False,
 ) -> list:
     r"""n different sums and differences in MATH's format, worked left to right, the answer boxed.
 
     digits: how many digits an operand may have; operations: how many there may be (the level is one less). As in
     problem "Compute $12+345-67$.", solution "12+345=357\n357-67=290\n\boxed{290}". The same arguments give the same
-    records. A problem belongs to split "train" or "test" (one in ten) by a hash of its text, so that the two never
+    records. columns: the sums written one under the other, as small models learn them in minutes: problem
+    "Compute $347+ 58-126$.", solution "743\n+850\n=504\n-621\n=972\n\boxed{279}", each row from its units digit
+    on, filled up with zeros, and no sum shorter or longer than the longest operands.
+
+    A problem belongs to split "train" or "test" (one in ten) by a hash of its text, so that the two never
     share one, whatever the seeds. ValueError if there are too few different problems.
     """
     if split not in ("train", "test"):
@@ -105,21 +110,30 @@ def arithmetic(
     if min(digits) < 1 or not 1 <= min(operations) <= max(operations) <= 6:
         raise ValueError(f"digits must be at least 1 and operations 1 to 6, got {digits} and {operations}")
     source, found, tries = generator(seed, f"arithmetic/{split}"), {}, 0
-    width = max(operations) + 1
+    width, wide = max(operations) + 1, max(digits)
     while len(found) < n and tries < 100 * n:
         tries += 1
         unit = torch.rand(width, 3, generator=source, dtype=torch.float64).tolist()
         count = operations[int(unit[0][0] * len(operations))]  # the first term's sign is not needed
         terms = [int(10 ** (digits[int(d * len(digits))] - 1) * (1 + 9 * u)) for _, d, u in unit[: count + 1]]
         terms[1:] = [term if s < 0.5 else -term for term, (s, _, _) in zip(terms[1:], unit[1:])]
-        problem = f"Compute ${_sum(terms)}$."
+        sums = [sum(terms[:k]) for k in range(2, len(terms) + 1)]
+        if columns and not all(10 ** (wide - 1) <= s < 10**wide for s in sums):
+            continue
+        problem = f"Compute ${_sum(terms, wide if columns else 0)}$."
         if (sha256(problem.encode()).digest()[0] % 10 == 0) == (split == "test"):
             found[problem] = terms
     if len(found) < n:
         raise ValueError(f"only {len(found)} of {n} problems found with digits={digits}, operations={operations}")
     records = []
     for i, (problem, terms) in enumerate(found.items()):
-        steps = [f"{_sum([sum(terms[:k]), terms[k]])}={sum(terms[: k + 1])}" for k in range(1, len(terms))]
+        steps = []
+        for k, term in enumerate(terms[1:], 1):
+            total, after = sum(terms[:k]), sum(terms[: k + 1])
+            steps.append(f"{_sum([total, term])}={after}")
+            if columns:
+                first, *rest = (str(abs(x))[::-1].ljust(wide, "0") for x in (total, term, after))
+                steps[-1:] = [first] * (k == 1) + ["+-"[term < 0] + rest[0], "=" + rest[1]]
         records.append(
             {
                 "id": f"arithmetic/{split}/{seed}/{i}",
@@ -132,12 +146,13 @@ def arithmetic(
     return records
 
 
-def _sum(terms):
-    return str(terms[0]) + "".join(f"{term:+d}" for term in terms[1:])
+def _sum(terms, width=0):
+    return f"{terms[0]:{width}d}" + "".join(f"{'+-'[term < 0]}{abs(term):{width}d}" for term in terms[1:])
 
 
 def arithmetic_tokenizer():
-    r"""A tokenizer for `arithmetic`: digits and signs one by one, "Compute $", "$." and "\boxed{" whole; 22 tokens.
+    r"""A tokenizer for `arithmetic`: digits and signs one by one, "Compute $", "$." and a new line with what follows
+    it, a sign or "\boxed{", whole; 27 tokens.
 
     bos (put before a prompt by `models.encode`), eos and pad are three different tokens; no chat template. Save it
     with the model: `save_pretrained(folder)` of both is what `models.load(folder)` reads.
@@ -145,7 +160,9 @@ def arithmetic_tokenizer():
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", "\n", "Compute $", "$.", r"\boxed{", "}", *"+-=0123456789"]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    words += ["\n\\boxed{", "\n+", "\n-", "\n=", "\n", "Compute $", "$.", "\\boxed{", "}"]  # longest first
+    words += " +-=0123456789"
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     pattern = Regex("|".join(map(re.escape, words[4:])))
     backend.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")

@@ -139,6 +139,24 @@ def test_arithmetic_is_right_step_by_step():
     assert any("-" in r["problem"] for r in records) and any("+" in r["problem"] for r in records)
 
 
+def test_arithmetic_in_columns():
+    r"""Problem "Compute $347+ 58-126$.": the rows 743, +850, =504, -621, =972 read from the units on, then the box."""
+    records = tasks.arithmetic(200, operations=[2], columns=True)
+    for record in records:
+        expression = re.fullmatch(r"Compute \$(\d{3}|( \d\d))([+-](\d{3}| \d\d)){2}\$\.", record["problem"])
+        terms = [int(t.replace(" ", "")) for t in re.findall(r"[+-]? *\d+", expression.group()[9:])]
+        a, b, c, d, e, last = record["solution"].split("\n")
+        assert [int(x[::-1]) for x in (a, b[1:], c[1:], d[1:], e[1:])] == [
+            terms[0], abs(terms[1]), sum(terms[:2]), abs(terms[2]), sum(terms),
+        ]  # fmt: skip
+        assert b[0] == "+-"[terms[1] < 0] and d[0] == "+-"[terms[2] < 0] and c[0] == e[0] == "="
+        assert last == rf"\boxed{{{sum(terms)}}}" and 100 <= sum(terms[:2]) < 1000 and 100 <= sum(terms) < 1000
+    tokenizer = tasks.arithmetic_tokenizer()
+    assert {len(tokenizer(tasks.prompt(r, tokenizer))["input_ids"]) for r in records} == {15}
+    assert {len(tokenizer(r["solution"], add_special_tokens=False)["input_ids"]) for r in records} == {24}
+    assert any(" " in r["problem"][9:] for r in records)
+
+
 def test_arithmetic_is_a_function_of_its_arguments():
     before = torch.get_rng_state()
     problems = {
@@ -177,7 +195,7 @@ def test_tokenizer_of_arithmetic(tmp_path):
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert tokenizer.unk_token_id not in ids and tokenizer.unk_token_id in tokenizer("x")["input_ids"]
     specials = {tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
-    assert len(specials) == 4 and len(tokenizer) == 22
+    assert len(specials) == 4 and len(tokenizer) == 27
     tokenizer.save_pretrained(tmp_path)
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(text)["input_ids"] == ids[:-1] and again.decode(ids) == tokenizer.decode(ids)

@@ -1,0 +1,449 @@
+"""One training loop for distillation and reward maximisation, small models to try it on, and runs that survive a cut.
+
+The loss is β·kl_loss(name, …) − E[reward], on-policy: every step samples completions afresh. Sums over tokens and means
+over sequences throughout, no dropout, logits divided by the temperature on both sides, gradients clipped by their norm.
+
+    python -m klnb.training models --params params.yaml --section lm_models -o build/lm
+    python -m klnb.training runs --params params.yaml --section 07_distillation --name k2 -o results/07_distillation/k2
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import transformers
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from klnb import tasks
+from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
+from klnb.models import completion_logits, encode, eos_ids, load, rollout
+from klnb.stats import generator
+
+SHOWN = 8  # sampled answers that a run's record keeps
+CODE = ("estimators", "losses", "models", "stats", "tasks", "training")  # a run is done again when one of them changes
+DEFAULTS = {  # of a run; those without a sensible default (policy, ref, name, seed, steps) must be given
+    "task": "arithmetic",  # or "math": MATH's records, from data_dir or the hub
+    "data_dir": None,
+    "levels": None,  # of MATH's problems
+    "problems": 2000,  # for training, and as many for evaluation: by split, never the same
+    "policy_layers": None,  # keep the first so many blocks
+    "ref_layers": None,
+    "reward": False,  # maximise the reward, with the KL term as regulariser; else the KL term is all
+    "beta": 1.0,  # weight of the KL term
+    "eos": True,  # may a completion end? False: EOS is barred in both models, all have max_new_tokens
+    "max_new_tokens": 25,
+    "temperature": 1.0,
+    "prompts": 16,  # a step
+    "group": 4,  # completions of each prompt
+    "chunks": 2,  # a step's rows go through the model in so many parts; from 2 on, they tell the gradient's variance
+    "lr": 1e-3,  # Adam's, decaying linearly to 0
+    "clip": 1.0,  # the norm that a gradient is cut to
+    "eval_every": 25,
+    "eval_prompts": 64,
+    "save_every": 100,  # steps between checkpoints of a run under way
+    "device": "cpu",
+    "dtype": "float32",  # "bfloat16": autocast, with losses and optimiser in float32
+}
+
+
+# One step -------------------------------------------------------------------------------------------------------------
+
+
+def objective(policy, ref, batch, name, beta, *, group, temperature=1.0, barred=()) -> Float[Tensor, ""]:
+    """The loss to minimise on rows sampled from the policy: β times the KL term, minus the reward if the batch has one.
+
+    batch: tokens, prompt_mask [B, P], completion, mask [B, T], `group` adjacent rows per prompt, and reward [B] or
+    none. The expectation of its gradient is β·(the field that `name` follows) − ∇E[reward]; the reward's part is the
+    score function with the mean of the group's other rows as baseline. beta = 0 leaves the KL term out.
+    """
+    logits = completion_logits(policy, *_where(batch), temperature=temperature, barred=barred)
+    logp = token_logprobs(logits, batch["completion"])
+    loss = 0.0 * logp.sum()
+    if beta:
+        with torch.no_grad():
+            ref_logits = completion_logits(ref, *_where(batch), temperature=temperature, barred=barred)
+            ref_logp = token_logprobs(ref_logits, batch["completion"])
+        extra = {"group_size": group} if ESTIMATORS[name].baseline else {}
+        extra |= {"logits": logits, "ref_logits": ref_logits} if ESTIMATORS[name].needs_logits else {}
+        loss = beta * kl_loss(name, logp, ref_logp, batch["mask"], **extra)
+    if "reward" in batch:
+        reward = batch["reward"].unflatten(0, (-1, group))
+        advantage = (reward - reward.mean(1, keepdim=True)) * group / (group - 1)  # minus the mean of the others
+        loss = loss - (advantage.flatten() * (logp * batch["mask"]).sum(1)).mean()
+    return loss
+
+
+def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
+    """One optimiser step on a batch, in `chunks` equal parts: the gradient's norm before clipping, and its variance.
+
+    Parts hold whole groups, so their losses' mean is the batch's loss. variance is the trace of the covariance of the
+    step's gradient, unbiased from the spread of its parts; NaN with one part.
+    """
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    total, squares = [torch.zeros_like(p) for p in parameters], 0.0
+    for part in zip(*(x.chunk(chunks) for x in batch.values())):
+        gradients = torch.autograd.grad(loss_of(dict(zip(batch, part))), parameters)
+        squares += sum(g.double().square().sum() for g in gradients)
+        torch._foreach_add_(total, gradients, alpha=1 / chunks)
+    norm = sum(g.double().square().sum() for g in total).sqrt()
+    for parameter, gradient in zip(parameters, total):
+        parameter.grad = gradient * (clip / norm).clamp(max=1).to(gradient.dtype)
+    optimizer.step()
+    variance = (squares / chunks - norm**2) / (chunks - 1) if chunks > 1 else float("nan") * norm
+    return {"gradient_norm": norm.item(), "gradient_variance": float(variance)}
+
+
+def sample(model, tokenizer, records, s, source, barred) -> dict:
+    """A batch for `objective`: s["group"] completions of each record's prompt, adjacent."""
+    tokens, prompt_mask = encode(tokenizer, [tasks.prompt(r, tokenizer) for r in records], s["device"])
+    tokens, prompt_mask = (x.repeat_interleave(s["group"], 0) for x in (tokens, prompt_mask))
+    completion, mask, _ = rollout(
+        model, tokens, prompt_mask, s["max_new_tokens"], temperature=s["temperature"],
+        eos=[] if barred else eos_ids(model, tokenizer), barred=barred, generator=source,
+    )  # fmt: skip
+    return {"tokens": tokens, "prompt_mask": prompt_mask, "completion": completion, "mask": mask.float()}
+
+
+def rewards(batch, tokenizer, records, s) -> tuple[Float[Tensor, " B"], list[str]]:
+    """1 for a right answer, else 0, and the texts. Arithmetic: the box holds the answer's very digits; MATH: as
+    math-verify says."""
+    rows = [row[:n] for row, n in zip(batch["completion"].tolist(), batch["mask"].sum(1).int().tolist())]
+    texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    of_rows = [r for r in records for _ in range(s["group"])]
+    if s["task"] == "math":
+        return tasks.rewards(texts, of_rows).to(s["device"]), texts
+    right = [tasks.last_boxed(text) == tasks.answer(r) for text, r in zip(texts, of_rows)]
+    return torch.tensor(right, dtype=torch.float32, device=s["device"]), texts
+
+
+# One run --------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(policy, ref, tokenizer, records, swapped_batch, s, source, barred) -> tuple[dict, list]:
+    """Metrics {name: [mean, standard error]} over prompts, on fresh samples of the policy, and the first of these rows.
+
+    kl, swapped: KL(π‖π_ref) and, on the reference's samples `swapped_batch`, KL(π_ref‖π): nats a sequence, from sums
+    over the whole vocabulary at every position. length: tokens. entropy: nats a token. distinct: the share of a
+    prompt's samples that differ. accuracy: mean reward.
+    """
+    batch = sample(policy, tokenizer, records, s, source, barred)
+    batch["reward"], texts = rewards(batch, tokenizer, records, s)
+    values = []
+    for part, other in zip(_parts(batch, s), _parts(swapped_batch, s), strict=True):
+        logp, ref_logp, other_logp, other_ref = (
+            completion_logits(model, *_where(b), temperature=s["temperature"], barred=barred).log_softmax(-1)
+            for b in (part, other)
+            for model in (policy, ref)
+        )
+        mask, chosen = part["mask"], part["completion"].unsqueeze(-1)
+        values.append(
+            {
+                "kl": _full_kl(logp, ref_logp, mask),
+                "swapped": _full_kl(other_ref, other_logp, other["mask"]),
+                "length": mask.sum(1),
+                "entropy": _full_kl(logp, torch.zeros_like(logp), mask).neg() / mask.sum(1),
+                "accuracy": part["reward"],
+                "logp": (logp.gather(-1, chosen).squeeze(-1) * mask).sum(1),
+                "ref_logp": (ref_logp.gather(-1, chosen).squeeze(-1) * mask).sum(1),
+            }
+        )
+    rows = {k: torch.cat([v[k] for v in values]).double().cpu() for k in values[0]}
+    shown = [{"text": t} | {k: rows[k][i].item() for k in rows if k != "swapped"} for i, t in enumerate(texts[:SHOWN])]
+    prompts = {k: rows[k].unflatten(0, (-1, s["group"])).mean(1) for k in rows if "logp" not in k}
+    groups = (batch["completion"] * batch["mask"].long()).unflatten(0, (-1, s["group"])).tolist()
+    prompts["distinct"] = torch.tensor([len(set(map(tuple, g))) / len(g) for g in groups], dtype=torch.float64)
+    return {k: [v.mean().item(), (v.std() / len(v) ** 0.5).item()] for k, v in prompts.items()}, shown
+
+
+def _where(batch):
+    return batch["tokens"], batch["prompt_mask"], batch["completion"]
+
+
+def _parts(batch, s):
+    """A batch in parts of as many rows as a training step sends through the model at once."""
+    rows = s["prompts"] * s["group"] // s["chunks"]
+    return [dict(zip(batch, part)) for part in zip(*(x.split(rows) for x in batch.values()))]
+
+
+def _full_kl(logp, other, mask):
+    """Σ_t Σ_v p (log p − log q) [B], with 0 log 0 = 0."""
+    return (torch.where(logp > -torch.inf, logp.exp() * (logp - other), 0.0).sum(-1) * mask).sum(1)
+
+
+def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
+    """One run with the settings s over DEFAULTS: {"steps": {quantity: [one per step]}, "evals": [...], "samples": ...}.
+
+    Its randomness is a function of the seed, the purpose and the step, the same for all estimators: runs with the same
+    seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there.
+    """
+    s = DEFAULTS | s
+    policy, tokenizer = load(s["policy"], layers=s["policy_layers"], device=s["device"])
+    ref = load(s["ref"], layers=s["ref_layers"], device=s["device"])[0].requires_grad_(False)
+    barred = [] if s["eos"] else sorted({*eos_ids(ref, tokenizer), tokenizer.pad_token_id} - {None})
+    records, held = (_records(s, split, s[n]) for split, n in (("train", "problems"), ("test", "eval_prompts")))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=s["lr"])
+    loss_of = partial(objective, policy, ref, name=s["name"], beta=s["beta"], group=s["group"],
+                      temperature=s["temperature"], barred=barred)  # fmt: skip
+    cast = partial(torch.autocast, torch.device(s["device"]).type, torch.bfloat16, enabled=s["dtype"] == "bfloat16")
+    run = {"done": 0, "steps": {}, "evals": [], "samples": {}}
+    if checkpoint and checkpoint.exists():
+        state = torch.load(checkpoint, map_location=s["device"], weights_only=True)
+        if state["key"] == key(s):
+            policy.load_state_dict(state["policy"])
+            optimizer.load_state_dict(state["optimizer"])
+            run = state["run"]
+    with cast():
+        swapped_batch = sample(ref, tokenizer, held, s, generator(s["seed"], "reference"), barred)
+    for i in bar(range(run["done"], s["steps"] + 1)):
+        if i % s["eval_every"] == 0 or i == s["steps"]:
+            with cast():
+                source = generator(s["seed"], f"evaluate/{i}")
+                metrics, shown = evaluate(policy, ref, tokenizer, held, swapped_batch, s, source, barred)
+            run["evals"].append({"step": i, **metrics})
+            run["samples"][str(i)] = shown
+        if i == s["steps"]:
+            break
+        chosen = torch.randperm(len(records), generator=generator(s["seed"], f"prompts/{i}"))[: s["prompts"]]
+        chosen = [records[j] for j in chosen]
+        with cast():
+            batch = sample(policy, tokenizer, chosen, s, generator(s["seed"], f"rollout/{i}"), barred)
+            row = {"length": batch["mask"].sum(1).mean().item()}
+            if s["reward"]:
+                batch["reward"], _ = rewards(batch, tokenizer, chosen, s)
+                row["reward"] = batch["reward"].mean().item()
+            optimizer.param_groups[0]["lr"] = s["lr"] * (1 - i / s["steps"])
+            row |= step(policy, optimizer, batch, loss_of, chunks=s["chunks"], clip=s["clip"])
+        for quantity, value in row.items():
+            run["steps"].setdefault(quantity, []).append(value)
+        if checkpoint and (i + 1) % s["save_every"] == 0:
+            state = {"key": key(s), "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+            _write(checkpoint, partial(torch.save, state | {"run": run | {"done": i + 1}}))
+    of_rows = [{"problem": r["problem"], "answer": tasks.answer(r)} for r in held for _ in range(s["group"])]
+    ends = [run["samples"][str(run["evals"][at]["step"])] for at in (0, -1)]
+    samples = [row | {"before": first, "after": last} for row, first, last in zip(of_rows, *ends)]
+    return {"steps": run["steps"], "evals": run["evals"], "samples": samples}
+
+
+_problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
+
+
+def _records(s, split, count):
+    """A fixed random choice of problems, the same for all seeds."""
+    if s["task"] == "arithmetic":
+        return _problems(count, split=split)
+    records = tasks.math_records(split, data_dir=s["data_dir"], levels=s["levels"])
+    return [records[i] for i in torch.randperm(len(records), generator=generator(0, f"records/{split}"))[:count]]
+
+
+# Many runs ------------------------------------------------------------------------------------------------------------
+
+
+def specs(settings: dict, seeds, name: str, betas=None) -> dict:
+    """{file name: settings of one run} of one estimator, for each beta and seed; "none" has beta 0 only, and alone."""
+    betas = [b for b in betas or [1.0] if (b == 0) == (name == "none")]
+    runs = [{"name": name, "beta": beta, "seed": seed} for beta, seed in itertools.product(betas, seeds)]
+    return {f"beta{run['beta']:g}-seed{run['seed']}.json": settings | run for run in runs}
+
+
+def key(s: dict) -> str:
+    """Of a run: its settings, the code that makes it, the versions of what that uses, and the models' weights."""
+    parts = [json.dumps(DEFAULTS | s, sort_keys=True), torch.__version__, transformers.__version__]
+    parts += [Path(__file__).with_name(f"{m}.py").read_text() for m in CODE]
+    weights = [Path(s[m], "model.safetensors") for m in ("policy", "ref") if Path(s[m]).is_dir()]
+    parts += [hashlib.sha256(w.read_bytes()).hexdigest() for w in weights if w.exists()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def sweep(runs: dict, folder: Path, processes: int = 1) -> list[dict]:
+    """The records of the runs {file name: settings}, in their order; those that `folder` lacks are made.
+
+    A file counts if its key fits. Each is written whole as its run ends; files of runs that are not asked for are
+    deleted. Each process has one thread, so that the numbers do not depend on how many there are.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("beta*-seed*.json*"):
+        if file.name.removesuffix(".checkpoint") not in runs:
+            file.unlink()
+    keys = {f: json.loads((folder / f).read_text())["key"] for f in runs if (folder / f).exists()}
+    todo = {f: s for f, s in runs.items() if keys.get(f) != key(s)}
+    if todo:
+        _each(make, {f: (s, folder / f) for f, s in todo.items()}, processes, folder.name)
+    return [json.loads((folder / f).read_text()) for f in runs]
+
+
+def make(s: dict, file: Path, bar=iter):
+    """Do one run and write its file."""
+    checkpoint = file.with_name(f"{file.name}.checkpoint")
+    record = {"key": key(s), "settings": DEFAULTS | s} | train(s, checkpoint, bar)
+    _write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
+    checkpoint.unlink(missing_ok=True)
+
+
+def _write(file, save):
+    """save(temporary path), then the file is there whole."""
+    tmp = file.with_name(f".{file.name}.{os.getpid()}")
+    save(tmp)
+    os.replace(tmp, file)
+
+
+def _each(work, jobs: dict, processes: int, title: str):
+    """{name: work(*arguments)} for {name: arguments}, in one-thread processes, with a progress bar."""
+    torch.set_num_threads(1)
+    if min(processes, len(jobs)) == 1:
+        bars = {name: partial(tqdm, desc=f"{title} {name}", unit="step") for name in jobs}
+        return {name: work(*arguments, bar=bars[name]) for name, arguments in jobs.items()}
+    # a fork has torch loaded already, but CUDA does not survive one
+    method = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
+    with ProcessPoolExecutor(processes, get_context(method), _worker, (os.getpid(),)) as pool:
+        futures = {name: pool.submit(work, *arguments) for name, arguments in jobs.items()}
+        try:
+            for future in tqdm(as_completed(futures.values()), total=len(futures), desc=title, unit="run"):
+                future.result()
+            return {name: future.result() for name, future in futures.items()}
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _worker(parent):
+    """One thread, and an end when the parent is gone: a second run may soon write the same files."""
+    torch.set_num_threads(1)
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+# Models to start from -------------------------------------------------------------------------------------------------
+
+
+def new_model(tokenizer, source, *, width: int, layers: int, heads: int = 4):
+    """A Llama with weights drawn from `source`, N(0, 0.08²): wider than usual, with which small models learn sooner."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=128,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):  # the weights that the constructor draws are replaced
+        model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.ndim == 2:
+                weights.normal_(0.0, 0.08, generator=source)
+    return model
+
+
+def fit(s: dict, folder: Path, bar=iter) -> dict:
+    """Train a small model on worked solutions and save it with its tokenizer: {parameters, steps, accuracy, solved}.
+
+    It stops when its chance to write a held-out solution out without an error, at temperature 1, reaches `goal`, after
+    `cooldown` more steps in which the learning rate falls to 0: so it comes out alike on machines that round
+    differently. RuntimeError if `max_steps` are not enough.
+    """
+    tokenizer = tasks.arithmetic_tokenizer()
+    model = new_model(tokenizer, generator(s["seed"], f"{folder.name}/weights"), **s["model"])
+    data, held = (_solutions(tokenizer, _problems(n, split=split))
+                  for n, split in ((s["problems"], "train"), (s["held"], "test")))  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.98), weight_decay=0.01)
+    source, end = generator(s["seed"], f"{folder.name}/batches"), None
+    for i in bar(range(s["max_steps"])):
+        if i % s["check_every"] == 0 and end is None:
+            with torch.no_grad():
+                if _score(model, *held).sum(1).exp().mean() >= s["goal"]:
+                    end = i + s["cooldown"]
+        if i == end:
+            break
+        falling = 1.0 if end is None else (end - i) / s["cooldown"]
+        optimizer.param_groups[0]["lr"] = s["lr"] * min(1.0, (i + 1) / 50) * falling
+        rows = torch.randint(len(data[0]), (s["batch"],), generator=source)
+        optimizer.zero_grad()
+        (-_score(model, *(x[rows] for x in data)).mean()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    else:
+        raise RuntimeError(f"{folder.name}: not at {s['goal']} after {s['max_steps']} steps; raise max_steps")
+    _save(model.eval(), tokenizer, folder)
+    return {"parameters": sum(p.numel() for p in model.parameters()), "steps": i, **accuracy(folder, s)}
+
+
+def accuracy(folder, s) -> dict:
+    """Of a small model, on held-out problems that did not stop its training: sampled answers that are right, and how
+    likely it is to write the solution out without an error."""
+    model, tokenizer = load(folder)
+    records = _problems(2 * s["held"], split="test")[s["held"] :]
+    settings = DEFAULTS | {"group": 1}
+    batch = sample(model, tokenizer, records, settings, generator(s["seed"], "accuracy"), [])
+    with torch.no_grad():
+        chance = _score(model, *_solutions(tokenizer, records)).sum(1).exp()
+    return {"accuracy": rewards(batch, tokenizer, records, settings)[0].mean().item(), "solved": chance.mean().item()}
+
+
+def _solutions(tokenizer, records):
+    """(prompts [N, P], their mask, solutions [N, T] with EOS)."""
+    tokens, mask = encode(tokenizer, [tasks.prompt(r, tokenizer) for r in records])
+    rows = tokenizer([r["solution"] + tokenizer.eos_token for r in records], add_special_tokens=False)["input_ids"]
+    return tokens, mask, torch.tensor(rows)
+
+
+def _score(model, tokens, mask, solution) -> Float[Tensor, "N T"]:
+    return token_logprobs(completion_logits(model, tokens, mask, solution), solution)
+
+
+def _save(model, tokenizer, folder):
+    with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
+        for part in (model, tokenizer):
+            part.save_pretrained(Path(tmp) / "new")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(Path(tmp) / "new", folder)
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+def main(argv=None):
+    from ruamel.yaml import YAML
+
+    ap = argparse.ArgumentParser("python -m klnb.training", description=__doc__, allow_abbrev=False,
+                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    ap.add_argument("what", choices=["models", "runs"], help="train the small models, or do one estimator's runs")
+    ap.add_argument("-o", "--output", required=True, type=Path, help="the folder to write")
+    ap.add_argument("--params", required=True, type=Path, help="a YAML file of sections")
+    ap.add_argument("--section", required=True, help="a section of it: models, or seeds, betas and settings of runs")
+    ap.add_argument("--settings", default="train", help="its settings, comma-separated, later ones win")
+    ap.add_argument("--name", choices=[*ESTIMATORS, "none"], help="the estimator, or none")
+    ap.add_argument("--processes", type=int, default=2)
+    args = ap.parse_args(argv)
+    section = YAML(typ="safe", pure=True).load(args.params.read_text())[args.section]
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.what == "models":
+        models = {role: (section["common"] | section[role], args.output / role) for role in ("teacher", "student")}
+        reached = _each(fit, models, args.processes, "models")
+        _write(args.output / "models.json", lambda tmp: tmp.write_text(json.dumps(reached, indent=1) + "\n"))
+        for role, row in reached.items():
+            print(role, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
+    else:
+        settings = {k: v for part in args.settings.split(",") for k, v in section[part].items()}
+        sweep(specs(settings, section["seeds"], args.name, section.get("betas")), args.output, args.processes)
+
+
+if __name__ == "__main__":
+    main()
