@@ -88,10 +88,11 @@ def figure(stem, up="../"):
 
 
 def folded(source):
-    """Is this code that a reader may skip: long, only imports, or only a caption?"""
+    """Is this code that a reader may skip: long, only imports, or for drawing?"""
     body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
     imports = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
-    return imports or '"alt":' in source or len([line for line in source.split("\n") if line.strip()]) > LONG
+    draws = re.search(r"\b(ax|axes|fig|plt)\.|\"alt\":", source)
+    return imports or bool(draws) or len([line for line in source.split("\n") if line.strip()]) > LONG
 
 
 def chapter(nb, name, names):
@@ -119,6 +120,7 @@ def chapter(nb, name, names):
         else:
             cell.source = _TO_NOTEBOOK.sub(_link(names), cell.source)
             cells.append(cell)
+    cells[0].source = re.sub(r"^# (?!\d)", f"# {int(name[:2])} · ", cells[0].source)
     source, executed = f"../notebooks/{name}.py", f"../executed/{name}.ipynb"
     made = (
         f"{{.made-by}}\nThis page is an executed notebook. Its source: {{download}}`notebooks/{name}.py <{source}>`; "

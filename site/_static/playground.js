@@ -10,11 +10,11 @@
     { field: "swapped", color: "k3", names: "k3", short: "k3" },
   ];
   const PRESETS = {
-    "far apart": { policy: [2, 0.4, -1.6], ref: [-1.4, 1, 0.6], reward: [0, 0, 0], beta: 1 },
-    "near the reference": { policy: [-0.2, 0.8, 0], ref: [0, 0.6, 0.2], reward: [0, 0, 0], beta: 1 },
-    "a reward": { policy: [1.5, 0.5, -1], ref: [-0.6, 0.6, 0.6], reward: [0, 0.5, 1], beta: 0.5 },
-    "a weak penalty": { policy: [1.5, 0.5, -1], ref: [0.6, 0.6, -1.6], reward: [0, 0.6, 1], beta: 0.1 },
-    "a strong penalty": { policy: [1.5, 0.5, -1], ref: [0.6, 0.6, -1.6], reward: [0, 0.6, 1], beta: 4 },
+    "a rare action pays": { policy: [1.6, 1.2, -2.5], ref: [0.6, -2.4, 2], reward: [0, 1, 0], beta: 0.25 },
+    "no reward": { policy: [1.6, 1.2, -2.5], ref: [0.6, -2.4, 2], reward: [0, 0, 0], beta: 1 },
+    "near the reference": { policy: [0.5, -2.3, 2.2], ref: [0.6, -2.4, 2], reward: [0, 0, 0], beta: 1 },
+    "a weak penalty": { policy: [1.6, 1.2, -2.5], ref: [0.6, -2.4, 2], reward: [0, 1, 0], beta: 0.1 },
+    "a strong penalty": { policy: [1.6, 1.2, -2.5], ref: [0.6, -2.4, 2], reward: [0, 1, 0], beta: 4 },
   };
   const SVG = "http://www.w3.org/2000/svg";
   const W = 520, H = 470, CORNERS = [[260, 34], [36, 424], [484, 424]];
@@ -73,7 +73,7 @@
     el("li", {}, el("i", { class: "pg-dot" }), "π, now (drag it)"),
     el("li", {}, el("i", { class: "pg-ring" }), "π_ref (drag it)"),
     ...FIELDS.map((f) => el("li", {}, el("i", { class: "pg-swatch pg-back-" + f.color }), f.short)),
-    el("li", {}, "→ down the KL term alone; their lengths compare"), el("li", {}, "··· the way with the reward, to ◆ where it ends"),
+    el("li", {}, "→ which way is down the KL term alone"), el("li", {}, "··· the way with the reward, to ◆ where it ends"),
     el("li", {}, "thin lines: equal E[R] − β KL(π‖π_ref)"));
 
   // ---- numbers
@@ -150,17 +150,13 @@
       const [x, y] = at(r.end[f.field]);
       return el("path", { d: `M${x},${y - 9}L${x + 9},${y}L${x},${y + 9}L${x - 9},${y}z`, class: "pg-end pg-fill-" + f.color });
     }));
-    // steps of gradient descent, seen on the simplex; the longest is 90 units long, the others in proportion
-    const steps = FIELDS.map((f) => {
+    // the direction of a small step of gradient descent, seen on the simplex; none where the expected gradient is 0
+    const [px, py] = at(r.policy);
+    layer.arrows.replaceChildren(...FIELDS.flatMap((f) => {
       const g = r.gradient[f.field], mean = g.reduce((s, v, i) => s + v * r.policy[i], 0);
-      const d = r.policy.map((v, i) => -v * (g[i] - mean)), from = at(r.policy), to = at(r.policy.map((v, i) => v + d[i]));
-      return [to[0] - from[0], to[1] - from[1]];
-    });
-    const longest = Math.max(...steps.map((s) => Math.hypot(...s))), [px, py] = at(r.policy);
-    layer.arrows.replaceChildren(...FIELDS.flatMap((f, i) => {
-      const scale = longest > 1e-12 ? 90 / longest : 0, [dx, dy] = steps[i].map((v) => v * scale);
-      if (Math.hypot(dx, dy) < 2) return [];
-      return [el("line", { x1: px, y1: py, x2: px + dx, y2: py + dy, class: "pg-arrow pg-line-" + f.color, "marker-end": `url(#pg-head-${f.field})` })];
+      const to = at(r.policy.map((v, i) => v - v * (g[i] - mean))), d = [to[0] - px, to[1] - py], size = Math.hypot(...d);
+      if (!(size > 1e-9)) return [];
+      return [el("line", { x1: px, y1: py, x2: px + (64 * d[0]) / size, y2: py + (64 * d[1]) / size, class: "pg-arrow pg-line-" + f.color, "marker-end": `url(#pg-head-${f.field})` })];
     }));
     const [qx, qy] = at(r.ref);
     layer.points.replaceChildren(
@@ -185,6 +181,6 @@
   svg.addEventListener("pointermove", (event) => { if (dragging) place(event); });
   for (const type of ["pointerup", "pointercancel"]) svg.addEventListener(type, () => { dragging = null; });
   controls.addEventListener("input", draw);
-  set(PRESETS["a reward"]);
+  set(PRESETS["a rare action pays"]);
   draw();
 })();
