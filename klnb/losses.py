@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from klnb.estimators import k1, k2, k3
 
 MAX_LOG = 80.0  # largest |ℓ| for k3 and largest log prefix ratio: e^80 still fits in float32
-CHUNK_ELEMENTS = 2**22  # token_logprobs works on slices of so many logits: 16 MiB in float32
+CHUNK_ELEMENTS = {"cpu": 2**20}  # token_logprobs works on slices of so many logits (else 2**22): 4 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class _Flags:
 
 
 def _check_names(name, behavior_logp, group_size, logits, ref_logits, max_ratio):
-    if name not in ESTIMATORS:
+    if name not in list(ESTIMATORS):
         raise ValueError(f"name: expected one of {', '.join(ESTIMATORS)}, got {name!r}")
     e = ESTIMATORS[name]
     if behavior_logp is not None and not e.off_policy:
@@ -248,8 +248,8 @@ def _check_names(name, behavior_logp, group_size, logits, ref_logits, max_ratio)
     if max_ratio is not None:
         if behavior_logp is None:
             raise ValueError("max_ratio: it caps π/μ and means nothing without behavior_logp")
-        if not 0 < max_ratio < math.inf:
-            raise ValueError(f"max_ratio: expected a positive finite number, got {max_ratio}")
+        if not isinstance(max_ratio, (int, float)) or not 0 < max_ratio <= math.exp(MAX_LOG):
+            raise ValueError(f"max_ratio: expected a number above 0 and at most e^{MAX_LOG:g}, got {max_ratio!r}")
 
 
 def _names(which):
@@ -309,15 +309,16 @@ def completion_mask(tokens: Int[Tensor, "B T"], eos_id) -> Float[Tensor, "B T"]:
     Returns: float32 [B, T]. Raises: TypeError for tokens or ids that are not integers, ValueError for another shape or
         an empty list of ids.
     """
-    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise TypeError(f"tokens: expected an integer tensor, got {getattr(tokens, 'dtype', type(tokens).__name__)}")
+    _check_integers("tokens", tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens: expected shape [B, T], got {list(tokens.shape)}")
-    ids = torch.as_tensor(eos_id, device=tokens.device).reshape(-1)
+    try:
+        ids = torch.as_tensor(eos_id, device=tokens.device).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"eos_id: expected an int or a list of them, got {eos_id!r}") from None
     if ids.numel() == 0:
         raise ValueError("eos_id: expected an int or at least one id")
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise TypeError(f"eos_id: expected an int or several, got {eos_id!r}")
+    _check_integers("eos_id", ids)
     ended = torch.isin(tokens, ids).long().cumsum(1)
     return (ended - torch.isin(tokens, ids).long() == 0).float()
 
@@ -332,57 +333,81 @@ def token_logprobs(
     token. The same temperature as the sampler's, which divides logits and not log-probs.
 
     Equal to `(logits / temperature).log_softmax(-1).gather(...)`, and so is its gradient, 1[v = y] − π(v) over
-    temperature; logits are worked in slices, so that only the gradient itself is ever of full size.
+    temperature; logits are worked in slices, so that only the gradient itself is ever of full size. Where the incoming
+    gradient is 0 (masked), that of the logits is 0 whatever they hold.
 
-    Args: logits [B, T, V] floating point, −inf for barred tokens; tokens [B, T] integers in 0..V−1; temperature > 0.
-    Returns: [B, T], float64 for float64 logits, else float32. Raises: TypeError, ValueError. Once differentiable.
+    Args: logits [B, T, V] floating point, −inf for barred tokens; tokens [B, T] integers in 0..V−1 (padding too);
+        temperature > 0. Returns: [B, T], float64 for float64 logits, else float32. Once differentiable.
+    Raises: TypeError for logits that are not floating point or tokens that are not integers; ValueError for shapes that
+        differ, an id outside the vocabulary, or a temperature that is not a finite number above 0.
     """
-    _check_tokens(tokens, logits.shape[:-1], logits.shape[-1], temperature)
+    _check_tokens({"logits": logits}, tokens, temperature)
+    if logits.ndim < 2 or tokens.shape != logits.shape[:-1]:
+        raise ValueError(f"tokens: expected shape {list(logits.shape[:-1])} like logits, got {list(tokens.shape)}")
+    _check_ids(tokens, logits.shape[-1])
     return _TokenLogProbs.apply(logits, tokens.long(), float(temperature))
 
 
-def _check_tokens(tokens, shape, vocab, temperature):
-    if not temperature > 0:
-        raise ValueError(f"temperature: expected a number above 0, got {temperature}")
-    if tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise TypeError(f"tokens: expected integers, got {tokens.dtype}")
-    if tokens.shape != shape:
-        raise ValueError(f"tokens: expected shape {list(shape)}, got {list(tokens.shape)}")
-    if tokens.numel() and bool(((tokens < 0) | (tokens >= vocab)).any()):
+def _check_tokens(given, tokens, temperature):
+    for arg, x in given.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            raise TypeError(f"{arg}: expected a floating-point tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+    _check_integers("tokens", tokens)
+    if isinstance(temperature, str) or temperature is None or not 0 < temperature < math.inf:
+        raise ValueError(f"temperature: expected a finite number above 0, got {temperature!r}")
+
+
+def _check_integers(arg, x):
+    if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise TypeError(f"{arg}: expected an integer tensor, got {getattr(x, 'dtype', type(x).__name__)}")
+
+
+def _check_ids(tokens, vocab):
+    if bool(((tokens < 0) | (tokens >= vocab)).any()):
         raise ValueError(f"tokens: expected ids in 0..{vocab - 1}; padding needs a valid id too")
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """Saves the logits it was given and one log-normaliser a token; the backward fills a single buffer."""
+    """Saves the logits it was given and one log-normaliser a token; the backward fills a single buffer, in slices."""
 
     @staticmethod
     def forward(ctx, logits, tokens, temperature):
-        flat, index = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1, 1)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        step = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-        norm = torch.empty(len(flat), dtype=dtype, device=logits.device)
-        for i in range(0, len(flat), step):
-            part = flat[i : i + step].to(dtype)
-            norm[i : i + step] = (part if temperature == 1 else part / temperature).logsumexp(1)
+        x = _blocks(logits)
+        norm = torch.empty(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        for at in _slices(x):
+            part = x[at].to(norm.dtype)
+            norm[at] = (part if temperature == 1 else part / temperature).logsumexp(1)
         ctx.save_for_backward(logits, tokens, norm)
-        ctx.temperature, ctx.step, ctx.dtype = temperature, step, dtype
-        return (flat.gather(1, index).squeeze(1).to(dtype) / temperature - norm).view(tokens.shape)
+        ctx.temperature = temperature
+        chosen = x.gather(2, tokens.reshape(*x.shape[:2], 1)).squeeze(2)
+        return (chosen.to(norm.dtype) / temperature - norm).view(tokens.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         logits, tokens, norm = ctx.saved_tensors
-        flat, index = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1, 1)
-        scale = grad.reshape(-1, 1).to(ctx.dtype) / ctx.temperature
-        out = torch.empty_like(flat)
-        for i in range(0, len(flat), ctx.step):
-            rows = slice(i, i + ctx.step)
-            part = out[rows] if out.dtype == ctx.dtype else torch.empty_like(out[rows], dtype=ctx.dtype)
-            torch.mul(flat[rows], 1 / ctx.temperature, out=part)
-            part.sub_(norm[rows, None]).exp_().mul_(-scale[rows]).scatter_add_(1, index[rows], scale[rows])
+        x, out = _blocks(logits), torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        index, scale = (v.reshape(*x.shape[:2], 1) for v in (tokens, grad / ctx.temperature))
+        buffer, zero, live = out.view(x.shape), norm.new_zeros(()), scale != 0
+        norm = torch.where(live, norm.unsqueeze(2), torch.inf)  # no incoming gradient, none out, even from NaN
+        for at in _slices(x):
+            part = buffer[at] if out.dtype == norm.dtype else torch.empty_like(x[at], dtype=norm.dtype)
+            torch.where(live[at], x[at].to(norm.dtype), zero, out=part)
+            part = part if ctx.temperature == 1 else part.div_(ctx.temperature)
+            part.sub_(norm[at]).exp_().mul_(-scale[at]).scatter_add_(1, index[at], scale[at])
             if part.dtype != out.dtype:
-                out[rows] = part
-        return out.view(logits.shape), None, None
+                buffer[at] = part
+        return out, None, None
+
+
+def _blocks(x):
+    """[..., V] as a view [n, m, V]: no copy even of the usual logits[:, :-1]."""
+    return x.view(1, -1, x.shape[-1]) if x.is_contiguous() else x.unsqueeze(0).flatten(0, -3)
+
+
+def _slices(x):
+    step = max(1, CHUNK_ELEMENTS.get(x.device.type, 2**22) // x.shape[2])
+    return [(b, slice(i, i + step)) for b in range(len(x)) for i in range(0, x.shape[1], step)]
 
 
 @no_type_check
@@ -401,15 +426,20 @@ def token_logprobs_from_hidden(
     weight and bias and are those of `token_logprobs`.
 
     Args: hidden [B, T, H], weight [V, H] (`lm_head.weight`), tokens [B, T], temperature > 0, bias [V] or None, chunk in
-        tokens, ≥ 1. Returns: [B, T], float64 for float64 input, else float32. Raises: TypeError, ValueError.
+        tokens, ≥ 1. Returns: [B, T], float64 for float64 input, else float32.
+    Raises: as `token_logprobs`, and ValueError for a bias or a chunk that does not fit.
     """
+    _check_tokens({"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias}), tokens, temperature)
     if hidden.ndim != 3 or weight.ndim != 2 or hidden.shape[2] != weight.shape[1]:
-        raise ValueError(
-            f"hidden, weight: expected [B, T, H] and [V, H], got {list(hidden.shape)} and {list(weight.shape)}"
-        )
-    if chunk < 1:
-        raise ValueError(f"chunk: expected at least 1 token, got {chunk}")
-    _check_tokens(tokens, hidden.shape[:2], len(weight), temperature)
+        got = f"{list(hidden.shape)} and {list(weight.shape)}"
+        raise ValueError(f"hidden, weight: expected [B, T, H] and [V, H], got {got}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected shape {list(weight.shape[:1])}, got {list(bias.shape)}")
+    if tokens.shape != hidden.shape[:2]:
+        raise ValueError(f"tokens: expected shape {list(hidden.shape[:2])} like hidden, got {list(tokens.shape)}")
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError(f"chunk: expected a number of tokens, at least 1, got {chunk!r}")
+    _check_ids(tokens, len(weight))
 
     def part(h, y):
         return _TokenLogProbs.apply(torch.nn.functional.linear(h, weight, bias), y, float(temperature))
