@@ -47,7 +47,7 @@ $(READY): requirements.txt pyproject.toml lab-overrides.json
 	  echo "making $(VENV) (about 3 minutes)"; \
 	  $(PYTHON) -m venv --clear $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV); fi
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(PY) install pip
-	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
+	$(PY) -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -r requirements.txt
 	$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -q -e .
 	@mkdir -p $(VENV)/share/jupyter/lab/settings && cp lab-overrides.json $(VENV)/share/jupyter/lab/settings/overrides.json
 	@touch $@
