@@ -131,10 +131,17 @@ def chapter(nb, name, names):
     return nb
 
 
+def link(number, names):
+    """A link to the chapter with this number, from a page at the site's root; its bare number if it is not there."""
+    name = next((n for n in names if n.startswith(number)), None)
+    return f"[chapter {int(number)}](chapters/{name}.ipynb)" if name else f"chapter {int(number)}"
+
+
 _TO_NOTEBOOK = re.compile(r"\[([^\]]+)\]\((?:\./)?(?:notebooks/)?(\d\d_\w+)(?:\.py|\.ipynb)?\)")
 
 
 def _link(names):
+    """What a link to another notebook becomes: a link if it is a chapter of this site, else its text."""
     return lambda m: f"[{m[1]}]({m[2]}.ipynb)" if m[2] in names else m[1]
 
 
@@ -264,7 +271,8 @@ def main(preview=False):
         text = page.read_text()
         for key, value in replace.items():
             text = text.replace(f"<<{key}>>", value)
-        if left := re.findall(r"<<[\w-]+>>", text):
+        text = re.sub(r"<<ch:(\d\d)>>", lambda m: link(m[1], names), text)
+        if left := re.findall(r"<<[\w:-]+>>", text):
             raise SystemExit(f"{page.name}: unknown {', '.join(left)}")
         page.write_text(typeset(text))
 
