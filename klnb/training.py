@@ -33,9 +33,11 @@ from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
 from klnb.models import completion_logits, encode, eos_ids, load, rollout
 from klnb.stats import generator
 
+transformers.utils.logging.disable_progress_bar()  # of loading weights: each run does it twice
 SHOWN = 8  # sampled answers that a run's record keeps
 CODE = ("estimators", "losses", "models", "stats", "tasks", "training")  # a run is done again when one of them changes
-DEFAULTS = {  # of a run; those without a sensible default (policy, ref, name, seed, steps) must be given
+GIVEN = ("policy", "ref", "name", "seed", "steps")  # settings of a run that have no default
+DEFAULTS = {
     "task": "arithmetic",  # or "math": MATH's records, from data_dir or the hub
     "data_dir": None,
     "levels": None,  # of MATH's problems
@@ -190,7 +192,11 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
 
     Its randomness is a function of the seed, the purpose and the step, the same for all estimators: runs with the same
     seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there.
+    ValueError for a setting that is unknown or missing, or a name that is neither an estimator's nor "none".
     """
+    if (s.keys() - DEFAULTS.keys()) != set(GIVEN) or s["name"] not in (*ESTIMATORS, "none"):
+        raise ValueError(f"settings: expected {', '.join(GIVEN)} with a name of {', '.join(ESTIMATORS)} or none, "
+                         f"and only those in klnb.training.DEFAULTS; got {s}")  # fmt: skip
     s = DEFAULTS | s
     policy, tokenizer = load(s["policy"], layers=s["policy_layers"], device=s["device"])
     ref = load(s["ref"], layers=s["ref_layers"], device=s["device"])[0].requires_grad_(False)

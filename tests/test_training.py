@@ -1,0 +1,350 @@
+"""The loop on models of a few hundred weights: objective, step, evaluation, whole runs, cuts and sweeps."""
+import json
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from klnb import tasks, training
+from klnb.models import load
+from klnb.stats import generator
+
+FIT = {"seed": 0, "problems": 50, "held": 8, "batch": 4, "lr": 1e-3, "max_steps": 9, "check_every": 2, "goal": 0.0,
+       "cooldown": 2}  # fmt: skip
+SMALL = {"prompts": 4, "group": 2, "steps": 4, "eval_every": 2, "eval_prompts": 3, "problems": 20, "max_new_tokens": 5,
+         "save_every": 2, "lr": 1e-2}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of a teacher and a student that have learnt nothing."""
+    home = tmp_path_factory.mktemp("models")
+    before = torch.get_rng_state()
+    for role, width in (("teacher", 16), ("student", 8)):
+        training.fit(FIT | {"model": {"width": width, "layers": 1, "heads": 2}}, home / role)
+    assert torch.equal(before, torch.get_rng_state())
+    return home
+
+
+@pytest.fixture
+def s(models):
+    return training.DEFAULTS | SMALL | {
+        "policy": str(models / "student"), "ref": str(models / "teacher"), "name": "reward-to-go", "seed": 0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def pair(s):
+    """policy, ref, tokenizer, records"""
+    (policy, tokenizer), (ref, _) = load(s["policy"]), load(s["ref"])
+    return policy, ref, tokenizer, training._records(s, "train", 4)
+
+
+def by_hand(model, batch, temperature=1.0):
+    """log-probs [B, T] of the completions, one row and one token at a time, without padding or cache."""
+    rows = []
+    for tokens, prompt, completion in zip(batch["tokens"], batch["prompt_mask"], batch["completion"]):
+        ids, row = tokens[prompt.bool()], []
+        for token in completion:
+            row.append((model(ids[None]).logits[0, -1].double() / temperature).log_softmax(-1)[token])
+            ids = torch.cat([ids, token[None]])
+        rows.append(torch.stack(row))
+    return torch.stack(rows)
+
+
+def gradients(loss, model):
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+# One step ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_objective_is_kl_term_minus_reward_with_the_others_as_baseline(pair, s, temperature):
+    """Two prompts × 2: β Σ_t (G_t − G'_t) log π_t − (r − r') Σ_t log π_t, with ' the group's other row, mean of 4."""
+    policy, ref, tokenizer, records = pair
+    s = s | {"temperature": temperature}
+    batch = training.sample(policy, tokenizer, records[:2], s, generator(0, "x"), [])
+    batch["reward"] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    logp, mask = by_hand(policy, batch, temperature), batch["mask"]
+    with torch.no_grad():
+        ratio = (logp - by_hand(ref, batch, temperature)) * mask
+    want = 0.0
+    for i in range(4):
+        other = i ^ 1
+        score = -(batch["reward"][i] - batch["reward"][other]) * (logp[i] * mask[i]).sum()
+        for t in range(logp.shape[1]):
+            score = score + 0.3 * (ratio[i, t:].sum() - ratio[other, t:].sum()) * logp[i, t] * mask[i, t]
+        want = want + score / 4
+    got = training.objective(policy, ref, batch, "reward-to-go", 0.3, group=2, temperature=temperature)
+    want, got = gradients(want, policy), gradients(got, policy)
+    assert want.norm() > 0.01
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+
+
+def test_without_beta_the_reference_is_not_asked(pair, s):
+    policy, _, tokenizer, records = pair
+    batch = training.sample(policy, tokenizer, records, s, generator(0, "x"), [])
+    batch["reward"] = torch.tensor([1.0, 0.0] * 4)
+    loss = training.objective(policy, None, batch, "none", 0.0, group=2)
+    want = (torch.tensor([-1.0, 1.0] * 4) * (by_hand(policy, batch) * batch["mask"]).sum(1)).mean()
+    torch.testing.assert_close(gradients(loss, policy), gradients(want, policy), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", training.ESTIMATORS)
+def test_every_name_trains(pair, s, name):
+    policy, ref, tokenizer, records = pair
+    batch = training.sample(policy, tokenizer, records, s, generator(0, "x"), [2, 0])
+    loss = training.objective(policy, ref, batch, name, 1.0, group=2, barred=[2, 0])
+    assert torch.isfinite(loss) and 0 < gradients(loss, policy).norm() < 1e3
+
+
+def test_step_takes_the_mean_of_its_parts_clips_it_and_knows_its_variance(pair, s):
+    policy, ref, tokenizer, records = pair
+    batch = training.sample(policy, tokenizer, records, s, generator(0, "x"), [])
+    loss_of = partial(training.objective, policy, ref, name="k2", beta=1.0, group=2)
+    halves = [gradients(loss_of({k: v[i : i + 4] for k, v in batch.items()}), policy) for i in (0, 4)]
+    whole = gradients(loss_of(batch), policy)
+    torch.testing.assert_close(sum(halves) / 2, whole, rtol=1e-4, atol=1e-6)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    clip = whole.norm().item() / 3
+    row = training.step(policy, optimizer, batch, loss_of, chunks=2, clip=clip)
+    # of the mean of two independent gradients: |a − b|²/4
+    assert row["gradient_variance"] == pytest.approx((halves[0] - halves[1]).square().sum().item() / 4, rel=1e-3)
+    assert row["gradient_norm"] == pytest.approx(whole.norm().item(), rel=1e-4)
+    clipped = torch.cat([p.grad.flatten() for p in policy.parameters()])
+    torch.testing.assert_close(clipped, whole / 3, rtol=1e-4, atol=1e-6)
+    training.step(policy, optimizer, batch, loss_of, chunks=1, clip=2 * clip * 3)
+    torch.testing.assert_close(torch.cat([p.grad.flatten() for p in policy.parameters()]), whole)
+
+
+# Evaluation ----------------------------------------------------------------------------------------------------------
+
+
+def test_barred_completions_have_full_length_and_no_end(pair, s):
+    policy, ref, tokenizer, records = pair
+    source = generator(0, "x")
+    free = training.sample(policy, tokenizer, records * 8, s | {"max_new_tokens": 30}, source, [])
+    assert (free["mask"] == 0).any() and (free["completion"] == tokenizer.eos_token_id).any()
+    barred = training.sample(policy, tokenizer, records * 8, s | {"max_new_tokens": 30}, source, [0, 2])
+    assert barred["mask"].all() and not torch.isin(barred["completion"], torch.tensor([0, 2])).any()
+
+
+def test_evaluate_at_one_token_is_exact(pair, s):
+    """With one token there is nothing to sample: KLs and entropy are sums over the vocabulary of the two prompts."""
+    policy, ref, tokenizer, records = pair
+    s = s | {"max_new_tokens": 1}
+    other = training.sample(ref, tokenizer, records, s, generator(0, "ref"), [0, 2])
+    got, shown = training.evaluate(policy, ref, tokenizer, records, other, s, generator(0, "x"), [0, 2])
+    kls, swapped, entropies = [], [], []
+    for record in records:
+        ids = torch.tensor([tokenizer(tasks.prompt(record, tokenizer))["input_ids"]])
+        p, q = (m(ids).logits[0, -1].double() for m in (policy, ref))
+        keep = torch.tensor([v not in (0, 2) for v in range(len(p))])
+        p, q = p[keep].softmax(0), q[keep].softmax(0)
+        kls.append((p * (p / q).log()).sum())
+        swapped.append((q * (q / p).log()).sum())
+        entropies.append(-(p * p.log()).sum())
+    for key, want in {"kl": kls, "swapped": swapped, "entropy": entropies}.items():
+        want = torch.stack(want)
+        assert got[key] == pytest.approx([want.mean().item(), want.std().item() / 2], rel=1e-3, abs=1e-6)
+    assert abs(got["kl"][0] - got["swapped"][0]) > 1e-3 * got["kl"][0]  # the two can be told apart here
+    assert got["length"] == [1, 0] and got["accuracy"] == [0, 0]
+    assert len(shown) == 8 and shown[0]["logp"] < 0 and shown[0]["length"] == 1
+
+
+def test_distinct_counts_samples_of_one_prompt(pair, s, monkeypatch):
+    policy, ref, tokenizer, records = pair
+    batch = training.sample(policy, tokenizer, records, s, generator(0, "x"), [])
+    batch["completion"][1] = batch["completion"][0]
+    batch["mask"][1] = batch["mask"][0]
+    monkeypatch.setattr(training, "sample", lambda *args: dict(batch))
+    got, _ = training.evaluate(policy, ref, tokenizer, records, batch, s, None, [])
+    assert got["distinct"][0] == pytest.approx((0.5 + 1 + 1 + 1) / 4)
+
+
+def test_rewards_look_at_the_last_box_up_to_the_end(s):
+    tokenizer = tasks.arithmetic_tokenizer()
+    record = tasks.arithmetic(1, columns=True)[0]
+    right, wrong = tasks.answer(record), "111"
+    texts = [f"\n\\boxed{{{right}}}<eos>", f"\n\\boxed{{{right}}}1\n\\boxed{{{wrong}}}", "<eos>" + right, right]
+    rows = [tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]
+    width = max(map(len, rows))
+    completion = torch.tensor([row + [7] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1.0] * len(row) + [0.0] * (width - len(row)) for row in rows])
+    mask[2, 1:] = 0
+    got, shown = training.rewards({"completion": completion, "mask": mask}, tokenizer, [record] * 2, s)
+    assert got.tolist() == [1, 0, 0, 0] and shown[0] == f"\n\\boxed{{{right}}}" and shown[2] == ""
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_distillation_lowers_the_target_kl(s):
+    run = training.train(s | {"name": "rao-blackwell", "steps": 30, "eval_every": 30, "eval_prompts": 16, "eos": False})
+    first, last = (e["kl"][0] for e in run["evals"])
+    assert [e["step"] for e in run["evals"]] == [0, 30] and last < 0.9 * first
+    assert len(run["steps"]["gradient_norm"]) == 30
+
+
+def test_reward_maximisation_raises_the_reward(s, monkeypatch):
+    """Reward 1 for ending at once: a policy that learns has shorter answers (chance 1/27 a token at the start)."""
+    monkeypatch.setattr(training, "rewards", lambda b, *a: ((b["mask"].sum(1) == 1).float(), [""] * len(b["mask"])))
+    s = s | {"name": "none", "beta": 0.0, "reward": True, "steps": 60, "eval_every": 60, "prompts": 8, "group": 4,
+             "lr": 5e-2, "max_new_tokens": 3}  # fmt: skip
+    run = training.train(s)
+    first, last = (e["accuracy"][0] for e in run["evals"])
+    assert first < 0.2 and last > 0.8 and run["evals"][-1]["length"][0] < 2
+    assert sum(run["steps"]["reward"][-10:]) > sum(run["steps"]["reward"][:10])
+
+
+def test_a_run_is_a_function_of_its_seed_alone(s):
+    before = torch.get_rng_state()
+    same, again, other = (training.train(s | {"seed": seed}) for seed in (0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+    assert json.dumps(same) == json.dumps(again) != json.dumps(other)
+    first = training.train(s | {"name": "k2"})  # paired: another estimator starts from the same samples
+    assert first["evals"][0] == same["evals"][0] and first["evals"][-1] != same["evals"][-1]
+
+
+class Cut(Exception):
+    pass
+
+
+def cut_at(step):
+    def bar(steps):
+        for i in steps:
+            if i == step:
+                raise Cut
+            yield i
+
+    return bar
+
+
+def test_a_cut_run_goes_on_where_it_was(s, tmp_path):
+    whole, cut = tmp_path / "beta1-seed0.json", tmp_path / "cut" / "beta1-seed0.json"
+    cut.parent.mkdir()
+    training.make(s, whole)
+    with pytest.raises(Cut):
+        training.make(s, cut, cut_at(3))
+    assert [f.name for f in cut.parent.iterdir()] == ["beta1-seed0.json.checkpoint"]
+    seen = []
+    training.make(s, cut, lambda steps: (seen.append(i) or i for i in steps))
+    assert seen == [2, 3, 4] and cut.read_bytes() == whole.read_bytes()
+    assert [f.name for f in cut.parent.iterdir()] == ["beta1-seed0.json"]
+
+
+def test_a_checkpoint_of_other_settings_is_not_used(s, tmp_path):
+    file = tmp_path / "beta1-seed0.json"
+    with pytest.raises(Cut):
+        training.make(s, file, cut_at(3))
+    seen = []
+    training.make(s | {"lr": 1e-3}, file, lambda steps: (seen.append(i) or i for i in steps))
+    assert seen == [0, 1, 2, 3, 4]
+
+
+# Sweeps --------------------------------------------------------------------------------------------------------------
+
+
+def settings(s):
+    return {k: v for k, v in s.items() if k not in ("name", "seed", "beta")}
+
+
+def test_specs_are_the_grid_and_none_is_the_run_without_a_kl_term(s):
+    runs = training.specs(settings(s), [0, 1], "k2", [0, 0.01, 1])
+    assert list(runs) == [f"beta{b}-seed{i}.json" for b in ("0.01", "1") for i in (0, 1)]
+    assert runs["beta0.01-seed1.json"]["beta"] == 0.01 and runs["beta0.01-seed1.json"]["seed"] == 1
+    assert list(training.specs(settings(s), [3], "none", [0, 0.01])) == ["beta0-seed3.json"]
+    assert list(training.specs(settings(s), [3], "k1")) == ["beta1-seed3.json"]
+
+
+def test_sweep_makes_what_is_missing_and_deletes_what_is_not_asked_for(s, tmp_path, monkeypatch):
+    made, make = [], training.make
+    monkeypatch.setattr(training, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
+    s = settings(s)
+    training.sweep(training.specs(s, [0, 1], "k2"), tmp_path)
+    kept = (tmp_path / "beta1-seed0.json").stat()
+    (tmp_path / "beta1-seed7.json.checkpoint").write_text("of a seed that is gone")
+    (tmp_path / "notes.txt").write_text("not ours")
+    runs = training.sweep(training.specs(s, [0, 2], "k2"), tmp_path)
+    assert made == ["beta1-seed0.json", "beta1-seed1.json", "beta1-seed2.json"]
+    assert (tmp_path / "beta1-seed0.json").stat() == kept
+    assert {f.name for f in tmp_path.iterdir()} == {"beta1-seed0.json", "beta1-seed2.json", "notes.txt"}
+    assert [run["settings"]["seed"] for run in runs] == [0, 2]
+    training.sweep(training.specs(s | {"lr": 1e-3}, [0, 2], "k2"), tmp_path)
+    assert made[3:] == ["beta1-seed0.json", "beta1-seed2.json"]
+
+
+def test_key_follows_settings_code_and_weights(s, tmp_path, monkeypatch):
+    first = training.key(s)
+    assert training.key(dict(reversed(s.items()))) == first != training.key(s | {"seed": 1})
+    monkeypatch.setattr(training, "CODE", training.CODE[:-1])
+    assert training.key(s) != first
+    monkeypatch.undo()
+    policy, tokenizer = load(s["policy"])
+    with torch.no_grad():
+        next(policy.parameters()).add_(1)
+    training._save(policy, tokenizer, tmp_path / "other")
+    assert training.key(s | {"policy": str(tmp_path / "other")}) != training.key(s | {"policy": s["policy"] + "/"})
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starting processes anew takes too long here")
+def test_two_processes_write_the_same_bytes_as_one(s, tmp_path, capfd):
+    runs = training.specs(settings(s), [0, 1, 2], "k3")
+    for n in (1, 2):
+        training.sweep(runs, tmp_path / str(n), processes=n)
+    for file in runs:
+        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
+    assert "3/3" in capfd.readouterr().err  # the bar
+    with pytest.raises(ValueError, match="with a name of k1, k2"):
+        training.sweep(training.specs(settings(s), [0, 1], "k4"), tmp_path / "3", processes=2)
+
+
+def test_settings_that_are_unknown_or_missing_are_told(s):
+    for wrong in (s | {"learning_rate": 1}, {k: v for k, v in s.items() if k != "ref"}, s | {"name": "k4"}):
+        with pytest.raises(ValueError, match="settings: expected policy, ref, name, seed, steps with a name of k1"):
+            training.train(wrong)
+
+
+# Small models --------------------------------------------------------------------------------------------------------
+
+
+def test_fit_learns_and_stops_at_its_goal(tmp_path, monkeypatch):
+    """The chance of a solution rises from about 27^−25; the goal is taken from a first, longer training."""
+    chances = []
+    score = training._score
+
+    def spy(model, *data):
+        out = score(model, *data)
+        if not torch.is_grad_enabled():
+            chances.append(out.sum(1).exp().mean().item())
+        return out
+
+    monkeypatch.setattr(training, "_score", spy)
+    s = FIT | {"model": {"width": 16, "layers": 1, "heads": 2}, "max_steps": 40, "goal": 2.0, "lr": 1e-2}
+    with pytest.raises(RuntimeError, match="not at 2.0 after 40 steps; raise max_steps"):
+        training.fit(s, tmp_path / "a")
+    assert not (tmp_path / "a").exists() and chances[-1] > 1e6 * chances[0]
+    reached = training.fit(s | {"goal": chances[10]}, tmp_path / "a")
+    assert reached["steps"] == 2 * 10 + s["cooldown"] and 0 <= reached["accuracy"] <= 1
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["a"]
+
+
+def test_command_line_makes_models_and_runs(tmp_path, capsys):
+    params = {
+        "lm": {"common": FIT, "teacher": {"model": {"width": 16, "layers": 1, "heads": 2}},
+               "student": {"model": {"width": 8, "layers": 1, "heads": 2}}},
+        "runs": {"seeds": [0, 1], "train": SMALL | {"policy": str(tmp_path / "lm/student"),
+                 "ref": str(tmp_path / "lm/teacher")}, "short": {"steps": 1}},
+    }  # fmt: skip
+    (tmp_path / "params.yaml").write_text(json.dumps(params))
+    common = ["--params", str(tmp_path / "params.yaml"), "--processes", "1"]
+    training.main(["models", "--section", "lm", "-o", str(tmp_path / "lm"), *common])
+    out = capsys.readouterr().out
+    assert "teacher" in out and "accuracy" in out
+    assert json.loads((tmp_path / "lm/models.json").read_text())["student"]["parameters"] < 3000
+    training.main(["runs", "--section", "runs", "--settings", "train,short", "--name", "k1",
+                   "-o", str(tmp_path / "k1"), *common])  # fmt: skip
+    assert sorted(f.name for f in (tmp_path / "k1").iterdir()) == ["beta1-seed0.json", "beta1-seed1.json"]
+    assert json.loads((tmp_path / "k1/beta1-seed0.json").read_text())["settings"]["steps"] == 1
