@@ -5,6 +5,7 @@ a dict of the strings id, problem, level ("Level 1" … "Level 5"), type, soluti
 
 import atexit
 import json
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -20,15 +21,7 @@ from klnb.verifier import Verifier
 
 FIELDS = ("id", "problem", "level", "type", "solution")
 HUB = ("EleutherAI/hendrycks_math", "21a5633873b6a120296cce3e2df9d5550074f4a3")
-SUBJECTS = (
-    "algebra",
-    "counting_and_probability",
-    "geometry",
-    "intermediate_algebra",
-    "number_theory",
-    "prealgebra",
-    "precalculus",
-)
+SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus".split()
 
 
 def math_records(split: str, *, data_dir=None, levels: Sequence[int] | None = None, limit: int | None = None) -> list:
@@ -214,11 +207,11 @@ def prompt(record: dict, tokenizer) -> str:
 
 def verifier(timeout: float | int = 5.0, workers: int = 2) -> Verifier:
     """The workers behind `rewards` with these settings; `.counts` says how many answers ran out of time or failed."""
-    return _verifier(timeout, workers)
+    return _verifier(timeout, workers, os.getpid())
 
 
 @cache
-def _verifier(timeout, workers):
+def _verifier(timeout, workers, process):  # a forked process has none of its parent's threads, and makes its own
     made = Verifier(timeout, workers)
     atexit.register(made.close)
     return made

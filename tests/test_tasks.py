@@ -1,6 +1,7 @@
 r"""Problems, answers, prompts and rewards. The verifier is tested with what hangs or kills it."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -267,29 +268,41 @@ def test_a_hang_costs_its_own_reward_only():
     assert tasks.rewards(texts[:1], RECORDS[:1], timeout=2.0).tolist() == [1]  # the new workers answer
 
 
-def test_workers_that_die_are_replaced():
-    with verifier.Verifier(timeout=20, workers=1) as check:
-        assert check(["1", "2"], ["1", "3"]) == [True, False]
-        (worker,) = check.workers
-        worker.kill()
-        worker.wait()
-        assert check(["4"], ["4"]) == [True]  # died while idle: nothing is lost
-        threading.Timer(0.5, check.workers[0].kill).start()
-        assert check(["1", "5"], [HANGS, "5"]) == [False, True]  # killed at work, as for lack of memory
-        assert check.counts == {"asked": 5, "timeout": 0, "error": 1}
-    assert check.workers == []
+def processes(check):
+    """The workers at rest (each is taken from the queue and put back)."""
+    found = [check.idle.get() for _ in range(check.size)]
+    for worker in found:
+        check.idle.put(worker)
+    return found
 
 
-def test_interrupt_closes_the_workers_and_the_next_call_is_right():
-    with verifier.Verifier(timeout=20, workers=1) as check:
-        assert check(["1"], ["1"]) == [True]
-        (worker,) = check.workers
-        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))  # what ctrl-C does to this process
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            check(["7"], [HANGS])
-        assert worker.returncode is not None  # ended and waited for: no zombie
-        assert check(["1", "2"], ["2", "2"]) == [False, True]
+@pytest.fixture
+def check():
+    made = verifier.Verifier(timeout=3.0, workers=1)
+    yield made
+    made.close()
+    assert processes(made) == [None]
+
+
+def test_workers_that_die_are_replaced(check):
+    assert check(["1", "2"], ["1", "3"]) == [True, False]
+    (worker,) = processes(check)
+    worker.kill()
+    worker.wait()
+    assert check(["4"], ["4"]) == [True]  # died while idle: nothing is lost
+    threading.Timer(0.5, processes(check)[0].kill).start()
+    assert check(["1", "5"], [HANGS, "5"]) == [False, True]  # killed at work, as for lack of memory
+    assert check.counts == {"asked": 5, "timeout": 0, "error": 1}
+
+
+def test_after_an_interrupt_the_next_answers_are_right(check):
+    assert check(["1"], ["1"]) == [True]
+    (worker,) = processes(check)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()  # what ctrl-C does to this process
+    with pytest.raises(KeyboardInterrupt):
+        check(["7"] * 2, [HANGS] * 2)
+    assert check(["1", "2"], ["2", "2"]) == [False, True]
+    assert worker.returncode is not None  # ended and waited for: no zombie
 
 
 def test_workers_end_with_a_parent_that_is_killed():
@@ -298,7 +311,9 @@ def test_workers_end_with_a_parent_that_is_killed():
         "from klnb.verifier import Verifier\n"
         "v = Verifier(timeout=3, workers=2)\n"
         "v(['1', '2'], ['1', '2'])\n"
-        "print(*[w.pid for w in v.workers], flush=True)\n"
+        "workers = [v.idle.get() for _ in '12']\n"
+        "[v.idle.put(w) for w in workers]\n"
+        "print(*[w.pid for w in workers], flush=True)\n"
         f"v(['1'], ['{HANGS}'])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
@@ -327,7 +342,14 @@ def test_rewards_work_from_a_thread_and_workers_import_no_torch():
     thread.start()
     thread.join()
     assert got == [1.0]
-    if sys.platform == "linux":
-        for worker in tasks.verifier().workers:
+    for worker in processes(tasks.verifier()):
+        if worker is not None and sys.platform == "linux":
             with open(f"/proc/{worker.pid}/maps") as maps:
                 assert "libtorch" not in maps.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_rewards_work_in_a_forked_process():
+    assert tasks.rewards([r"\boxed{0.5}"], RECORDS[:1]).tolist() == [1.0]  # the parent has workers and threads
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(tasks.rewards, ([r"\boxed{0.5}"], RECORDS[:1])).tolist() == [1.0]
