@@ -37,6 +37,7 @@ WORDS = {
 WORDS |= {f: f"{f}: about the sampler, whatever π_ref says" for f in (TO_MU, FROM_MU)}
 MEANT = {"R_seq": "reward-to-go", "R_tok": "k2", "F_tok": "k3"}
 ZERO = 1e-9  # of the RMS per-sample gradient: what float64 leaves of a sum that cancels
+HORIZON = 3
 REACH = {"near": 1.0, "far": 25.0}  # the largest |ℓ| of a pair
 SHAPES = {  # the slope in logp of one token's loss as a function of ℓ
     "k1": torch.ones_like,
@@ -120,8 +121,8 @@ def audit(
         rtol: how well a field must explain the gradient. Losses computed in float32 need about 1e-4; the bound for zero
             is then rtol/1000.
 
-    Cases: near (|ℓ| ≤ 1) and far (up to 25) pairs of policies, 2 full and 2 bigram tables each, fixed length and with
-    EOS, padded to the longest row and to T. Zero means below 1e-9 of the RMS per-sample gradient.
+    Cases: near (|ℓ| ≤ 1) and far (up to 25) pairs of policies, at least 4 each, full and bigram tables, of fixed length
+    and with EOS, padded to the longest row and to T. Zero means below 1e-9 of the RMS per-sample gradient.
 
     Returns: AuditReport. Raises: AuditError if `expect` does not hold; ValueError for a loss that is detached, not a
         scalar, not finite or different at each call, another signature, or an unknown option.
@@ -139,7 +140,7 @@ def audit(
             f = fields.get(expect, fields.get(expect.removesuffix("_mu"), torch.zeros_like(g)))
             c = 0.0 if expect == "zero" else float(g @ f / (f @ f))
             holds = rows[-1]["follows"] == "zero" if expect == "zero" else c > 0 and _residual(g, c * f) <= rtol
-            rows[-1] |= {"coefficient": float(f"{c:.6g}"), "holds": holds}
+            rows[-1] |= {"coefficient": _round(c), "holds": holds}
     holds = all(r["holds"] for r in rows) if expect else None
     notes = _notes(rows, seen, batch_size) + _probe_notes(fn, batch_size)
     advice = _advice(rows, expect, holds, off_policy)
@@ -207,32 +208,39 @@ def _check(fn, expect, batch_size):
         raise ValueError(f"fn: expected a function fn(logp, ref_logp, mask, behavior_logp), got {fn!r}: {e}") from None
 
 
-def _pair(vocab, horizon, table, eos, reach, generator):
+def _pair(vocab, table, eos, reach, generator):
     """π, π_ref whose largest |ℓ| is `reach`, both at equal distance from a random table, and μ near π."""
 
     def draw():
-        return policies.random(vocab, horizon, table, eos, generator=generator).logits
+        return policies.random(vocab, HORIZON, table, eos, generator=generator).logits
+
+    def at(logits):
+        return policies.Tabular(logits, table, horizon=HORIZON, eos=eos)
 
     centre, direction, drift = draw(), draw(), draw()
-    low, high = 0.0, 100.0
-    for _ in range(60):
+    direction *= torch.rand(len(direction), 1, dtype=torch.float64, generator=generator)  # some positions stay mild
+    tokens, mask = policies.sequences(vocab, HORIZON, eos)
+    low, high = 0.0, 1000.0
+    for _ in range(40):
         mid = (low + high) / 2
-        gap = (centre + mid * direction).log_softmax(1) - (centre - mid * direction).log_softmax(1)
-        low, high = (mid, high) if gap.abs().max() < reach else (low, mid)
-    tables = (centre + low * direction, centre - low * direction, centre + low * direction + 0.7 * drift)
-    return [policies.Tabular(z, table, horizon=horizon, eos=eos) for z in tables]
+        pair = at(centre + mid * direction), at(centre - mid * direction)
+        gap = (mask * (pair[0].token_logprobs(tokens) - pair[1].token_logprobs(tokens))).abs().max()
+        low, high = (mid, high) if gap < reach else (low, mid)
+    return *pair, at(pair[0].logits + 0.7 * drift)
 
 
 @lru_cache
 def _cases(off_policy, batch_size):
     """All cases: (names, [(π, π_ref, μ or None)], {field: its values on all pairs, one after another})."""
-    vocab = 3 if batch_size == 1 else 2  # batches are enumerated: 8 sequences make 512 batches of 3
     cases = []
+    vocab = 3 if batch_size == 1 else 2  # all batches are enumerated: 8 sequences make 512 batches of 3
     for regime, (near, reach), eos in product(
         ("on-policy", "off-policy")[: 1 + off_policy], REACH.items(), (None, vocab - 1)
     ):
         generator = torch.Generator().manual_seed(2506_09477)  # the same pairs for both regimes
-        chains = [_pair(vocab, 3, table, eos, reach, generator) for table in ("full", "bigram") * 2]
+        # sequences with EOS are few and mostly short: it takes more pairs before no chance mixture of fields fits
+        tables = ("full", "bigram") * (2 if eos is None else 3 if vocab == 3 else 6)
+        chains = [_pair(vocab, table, eos, reach, generator) for table in tables]
         fields = {f: lambda p, r, m, f=f: exact.gradient(p, r, f, m) for f in ("R_seq", "R_tok", "F_tok", "F_seq")}
         if eos is not None:
             fields[LENGTH] = lambda p, r, m: exact.length_gradient(p)
@@ -251,14 +259,17 @@ def _cases(off_policy, batch_size):
 
 
 def _measure(fn, chains, batch_size, trim, twice):
-    """Over all pairs: the expected gradient, E[tokens · gradient], and the RMS of the gradient of a batch."""
+    """Over all pairs: the expected gradient, E[tokens · gradient], and the RMS of the gradient of a batch.
+
+    With `twice`, the first pair is measured again, and ValueError says so if the loss is not a function of its input.
+    """
     out, square = [], 0.0
     for policy, ref, mu in chains:
         weights, grads = exact.gradients(fn, policy, ref, mu, batch_size, trim=trim)
-        if twice and not torch.equal(grads, exact.gradients(fn, policy, ref, mu, batch_size, trim=trim)[1]):
-            raise ValueError("loss: two calls on the same input differ; no random numbers and no state, please")
         if not torch.isfinite(grads).all():
             raise ValueError("loss: finite, but its gradient is NaN or infinite (an inf behind a clamp or a mask?)")
+        if twice and not out and not torch.equal(grads, exact.gradients(fn, policy, ref, mu, batch_size, trim=trim)[1]):
+            raise ValueError("loss: two calls on the same input differ; no random numbers and no state, please")
         lengths = policies.sequences(policy.vocab, policy.horizon, policy.eos)[1].sum(1).tolist()
         tokens = torch.tensor([sum(x) for x in product(lengths, repeat=batch_size)], dtype=torch.float64)
         out.append(torch.stack([weights, weights * tokens]) @ grads.flatten(1))
@@ -275,26 +286,30 @@ def _explain(g, rms, fields, rtol):
             if residual <= rtol:
                 text = " + ".join(f"{c:.4g}·{n}" for n, c in coefficients.items()).replace("+ -", "− ")
                 follows = names[0] if len(names) == 1 else text
-                return {"follows": follows, "text": text, "coefficients": coefficients, "residual": residual}
+                return {"follows": follows, "text": text, "coefficients": coefficients, "residual": _round(residual, 2)}
     if g.norm() <= max(ZERO, rtol / 1000) * rms:
         return {"follows": "zero", "text": "zero", "coefficients": {}, "residual": 0.0}
     close = {n: float(g @ f / g.norm() / f.norm()) for n, f in fields.items()}
     best = max(close, key=lambda n: abs(close[n]))
     text = f"none of them (closest: {best}, cosine {close[best]:.3f})"
-    return {"follows": "none", "text": text, "coefficients": whole, "residual": residual}
+    return {"follows": "none", "text": text, "coefficients": whole, "residual": _round(residual, 2)}
 
 
 def _fit(g, fields, names):
-    """Least squares of g over the named fields: {name: coefficient} and ‖g − fit‖/‖g‖, rounded: the same anywhere."""
+    """Least squares of g over the named fields: {name: coefficient} and ‖g − fit‖/‖g‖."""
     columns = torch.stack([fields[n] for n in names], 1)
     scale = columns.norm(dim=0)
     c = torch.linalg.lstsq(columns / scale, g[:, None], driver="gelsd", rcond=1e-13).solution[:, 0] / scale
-    return {n: float(f"{x:.6g}") for n, x in zip(names, c.tolist())}, _residual(g, columns @ c)
+    return dict(zip(names, map(_round, c.tolist()))), _residual(g, columns @ c)
 
 
 def _residual(g, fit):
-    residual = float((g - fit).norm() / g.norm()) if g.norm() > 0 else 1.0
-    return float(f"{residual:.2g}") if residual > 1e-9 else 0.0
+    return float((g - fit).norm() / g.norm()) if g.norm() > 0 else 1.0
+
+
+def _round(x, digits=6):
+    """Rounded, so that the report is the same on any machine: below 1e-9 is what float64 leaves."""
+    return float(f"{x:.{digits}g}") if abs(x) > 1e-9 else 0.0
 
 
 def _kind(row):
@@ -376,18 +391,27 @@ def _probe_notes(fn, batch_size):
             out.append([float(loss.detach()), 0.0 if slope is None else float(slope)])
         return torch.tensor(out, dtype=torch.float64).T
 
-    notes, grid = [], torch.arange(-250, 251, dtype=torch.float64) / 10
-    slope, near = at(grid)[1], grid.abs() <= 0.5
-    for name, shape in SHAPES.items():
-        want = shape(grid)
-        want = want * (slope[near] @ want[near]) / (want[near] @ want[near])
-        off = (slope - want).abs() > 1e-6 * want.abs() + 1e-9 * want[near].abs().max()
-        if slope[near].any() and not off[near].any() and off.any():
-            low, high = grid[off & (grid < 0)], grid[off & (grid > 0)]
-            ends = [f"below ℓ = {low.max():.1f}"] * bool(len(low)) + [f"above ℓ = {high.min():.1f}"] * bool(len(high))
-            notes.append(f"a clamp: the gradient of one token is that of {name}, but not {' and '.join(ends)}")
+    notes, grid = [], torch.arange(-25, 26, dtype=torch.float64)
     points, h = torch.tensor([-0.5, -0.3, 0.2, 0.4], dtype=torch.float64), 1e-4
-    (value, slope), own = at(points), (at(points + h)[0] - at(points - h)[0]) / (2 * h)
+    (value, slope), far = at(points), at(grid)[1]
+    for name, shape in SHAPES.items():
+        scale = (slope @ shape(points)) / (shape(points) @ shape(points))
+
+        def off(x, got, shape=shape, scale=scale):
+            return (got - scale * shape(x)).abs() > 1e-6 * (scale * shape(x)).abs() + 1e-9 * scale.abs()
+
+        bad = off(grid, far)
+        if slope.any() and not off(points, slope).any() and bad.any():
+            ends = []
+            for word, x in (("below", grid[bad & (grid < 0)].flip(0)), ("above", grid[bad & (grid > 0)])):
+                if len(x):  # bisect between the last point that fits and the first that does not
+                    inner, outer = x[:1] - x[:1].sign(), x[:1]
+                    for _ in range(12):
+                        middle = (inner + outer) / 2
+                        inner, outer = (inner, middle) if off(middle, at(middle)[1]) else (middle, outer)
+                    ends.append(f"{word} ℓ = {float(outer):.2f}")
+            notes.append(f"a clamp: the gradient of one token is that of {name}, but not {' and '.join(ends)}")
+    own = (at(points + h)[0] - at(points - h)[0]) / (2 * h)
     if value.abs().min() > 0 and torch.allclose(slope - own, value, rtol=1e-4, atol=0):
         notes.append("a live ratio: multiplied by π/μ or exp(x − x.detach()), whose gradient is taken too")
     return tuple(notes)
