@@ -42,7 +42,7 @@ def saved(source):
 
 
 _SUB = re.compile(
-    r"(?<![A-Za-z0-9_])(π|μ|ℓ|Σ|E|w|G|m|b|y|k[123]|KL|R|F)_(ref|seq|tok_mu|tok|mu|[tsT1](?![\w])|\{[^{}]*\})"
+    r"(?<![A-Za-z0-9_])([πμℓρΣEwGmby]|k[123]|KL|R|F)_(ref|seq|tok_mu|tok|mu|[tsT1πμ](?![A-Za-z0-9_])|\{[^{}]*\})"
 )
 _SUP = re.compile(r"(?<!\w)e\^\(((?:[^()]|\([^()]*\))*)\)")
 _LITERAL = re.compile(r"(^```.*?^```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]+\$|<[A-Za-z/][^>\n]*>|\]\([^)\n]*\))", re.S | re.M)
@@ -91,7 +91,7 @@ def folded(source):
     """Is this code that a reader may skip: long, only imports, or for drawing?"""
     body = ast.parse(re.sub(r"^\s*[%!].*$", "", source, flags=re.M)).body
     imports = all(isinstance(node, (ast.Import, ast.ImportFrom)) for node in body)
-    draws = re.search(r"\b(ax|axes|fig|plt)\.|\"alt\":", source)
+    draws = re.search(r"\b(fig|plt)\.|\.(plot|imshow|scatter|fill_between|bar|set_\w+|axhline)\(|\"alt\":", source)
     return imports or bool(draws) or len([line for line in source.split("\n") if line.strip()]) > LONG
 
 
