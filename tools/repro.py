@@ -92,24 +92,28 @@ def run_all(todo, jobs, command):
     order = TopologicalSorter({name: before for name, (before, _) in todo.items()})
     order.prepare()
     ready, running, failed = [], {}, []
-    while True:
-        ready += sorted(order.get_ready())
-        while ready and not failed and len(running) < jobs and not any(todo[n][1] for n in running):
-            # what may run beside others first; a stage that wants to be alone waits until nothing else runs
-            name = next((n for n in ready if not todo[n][1]), None if running else ready[0])
-            if name is None:
-                break
-            ready.remove(name)
-            print("==", name, flush=True)
-            running[name] = subprocess.Popen([*command, name])
-        if not running:
-            return failed
-        time.sleep(0.1)
-        for name in [n for n, p in running.items() if p.poll() is not None]:
-            if running.pop(name).returncode:
-                failed.append(name)
-            else:
-                order.done(name)
+    try:
+        while True:
+            ready += sorted(order.get_ready())
+            while ready and not failed and len(running) < jobs and not any(todo[n][1] for n in running):
+                # what may run beside others goes first; a stage that wants to be alone waits until nothing else runs
+                name = next((n for n in ready if not todo[n][1]), None if running else ready[0])
+                if name is None:
+                    break
+                ready.remove(name)
+                print("==", name, flush=True)
+                running[name] = subprocess.Popen([*command, name])
+            if not running:
+                return failed
+            time.sleep(0.1)
+            for name in [n for n, p in running.items() if p.poll() is not None]:
+                if running.pop(name).returncode:
+                    failed.append(name)
+                else:
+                    order.done(name)
+    finally:  # ctrl-C reaches them too: let them end before this does
+        for process in running.values():
+            process.wait()
 
 
 def main():
