@@ -104,6 +104,8 @@ def chapter(nb, name, names):
             stems = saved(cell.source)
             if stems or folded(cell.source):
                 tags.add("hide-input")
+            if ".write_text(" in cell.source.rstrip().split("\n")[-1]:  # it shows how many bytes it wrote
+                cell.outputs = [o for o in cell.outputs if o.output_type != "execute_result"]
             if stems:  # the saved file, with its caption, in place of the copy that the cell shows
                 cell.outputs = [o for o in cell.outputs if "image/png" not in o.get("data", {})]
             for out in cell.outputs:
