@@ -63,4 +63,4 @@ clean:  ## remove the environment and all that the pipeline made, except figures
 	rm -rf $(VENV) results build .dvc/cache .dvc/tmp
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14

@@ -61,6 +61,8 @@ def scripts(root):
 
 
 def tracked(root, *patterns):
+    if not (root / ".git").exists():
+        return []  # a ZIP of the repository, not a clone
     out = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=root, capture_output=True, text=True, check=True)
     return [root / f for f in out.stdout.split("\0") if f and (root / f).is_file()]
 
