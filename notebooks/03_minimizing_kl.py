@@ -97,6 +97,7 @@ def divergences(logp, ref_logp):
     return torch.stack([(logp.exp() * ell).sum(-1), -(ref_logp.exp() * ell).sum(-1)])
 
 
+# %%
 def descend(start, ref_logp, n=None):
     """(divergences [2, names, seeds, records], final log π); n samples a step, or the exact gradient."""
     z, kept = start.expand(len(NAMES), *start.shape).clone(), []
