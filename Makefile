@@ -19,6 +19,7 @@ export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
 figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
 	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
 	$(PY) tools/repro.py --jobs $(JOBS)
+	@ls figures/*.png
 
 test: $(READY)  ## ruff, then all tests
 	$(PY) -m ruff check .
