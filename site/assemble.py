@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nbformat
 
-from klnb.paths import BUILD, FIGURES, ROOT
+from klnb.paths import BUILD, FIGURES, RESULTS, ROOT
 
 SITE = ROOT / "site"
 SRC = BUILD / "site" / "src"
@@ -152,7 +152,7 @@ def _members(module):
     own = [
         (obj.__code__.co_firstlineno if inspect.isfunction(obj) else inspect.getsourcelines(obj)[1], name, obj)
         for name, obj in vars(module).items()
-        if not name.startswith("_") and getattr(obj, "__module__", None) == module.__name__
+        if not name.startswith("_") and name != "main" and getattr(obj, "__module__", None) == module.__name__
         and (inspect.isfunction(obj) or inspect.isclass(obj))
     ]  # fmt: skip
     return [(name, obj) for _, name, obj in sorted(own)]
@@ -243,6 +243,34 @@ def facts():
     }
 
 
+# chapter, what, and how to read it from the chapter's results
+_EXPECTED = (
+    ("01_value_estimates", "k1 and k3 are equally noisy estimates at KL(π‖π_ref) = {:.2f} nats",
+     lambda r: [r["crossover"]["kl_at_1"]]),
+    ("02_gradient_estimates", "near and far policies: KL(π‖π_ref) = {:.3f} and {:.2f} nats",
+     lambda r: [r["kl"]["near"], r["kl"]["far"]]),
+    ("03_minimizing_kl", "4 samples a step: k1 ends {mean:.2f} nats above its start [{low:.2f}, {high:.2f}]",
+     lambda r: r["claims"]["k1 ends above its start"]),
+    ("03_minimizing_kl", "4 samples a step: k2 ends {mean:.2f} nats below its start [{low:.2f}, {high:.2f}]",
+     lambda r: r["claims"]["k2 ends below its start"]),
+    ("04_regularized_reward", "at KL(π‖π_ref) = 1 nat the target optima earn {target:.2f}, the swapped {swapped:.2f}",
+     lambda r: r["reward_at_1_nat"]),
+    ("05_sequences", "curl of R_tok and of F_tok, full-history tables (0 for a gradient): {:.2f} and {:.2f}",
+     lambda r: [r["cases"][f]["full history"] for f in ("R_tok", "F_tok")]),
+)  # fmt: skip
+
+
+def expected(names):
+    """A table of numbers that a run should reproduce, read from the results of this one."""
+    rows = [f"| any | π = (.7, .3), π_ref = (.5, .5): KL(π‖π_ref) = {facts()['fact_kl']} nats |"]
+    for name, text, read in _EXPECTED:
+        if name in names:
+            values = read(json.loads((RESULTS / f"{name}.json").read_text()))
+            text = text.format(**values) if isinstance(values, dict) else text.format(*values)
+            rows.append(f"| {link(name[:2], names)} | {text} |")
+    return "\n".join(["| chapter | a number to expect |", "|---|---|", *rows])
+
+
 def hero():
     """The overview's first figure, for the front page."""
     stems = sorted(f.stem for f in FIGURES.glob("00_*.json"))
@@ -268,7 +296,7 @@ def main(preview=False):
         nbformat.write(chapter(nbformat.read(file, 4), name, names), SRC / "chapters" / file.name)
     (SRC / "_static" / "colors.css").write_text(colors())
     replace = {f"api-{kind}": api(kind, preview) for kind in ("public", "experiments")}
-    replace |= {"estimators": estimators(), "hero": hero()} | facts()
+    replace |= {"estimators": estimators(), "hero": hero(), "expected": expected(names)} | facts()
     for page in SRC.glob("*.md"):
         text = page.read_text()
         for key, value in replace.items():
