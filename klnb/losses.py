@@ -36,33 +36,19 @@ class Estimator:
     needs_logits: bool = False
 
 
+_ALL = {"unbiased": True, "off_policy": True, "baseline": True}
 _TABLE = (
     Estimator("k1", "zero", "Σ ℓ_t", "Eq. 2", False),
     Estimator("k2", "R_tok", "Σ ℓ_t²/2", "§4.1", False),
     Estimator("k3", "F_tok", "Σ (e^(−ℓ_t) − 1 + ℓ_t)", "Eq. 3, App. A and App. D", False),
     Estimator("score", "R_tok", "Σ sg(ℓ_t) log π_t", "§4.1", False),
-    Estimator("sequence", "R_seq", "sg(Σ ℓ − b) Σ log π_t", "App. B", True, True, True),
-    Estimator("reward-to-go", "R_seq", "Σ sg(G_t − b_t) log π_t", "§4.2", True, True, True),
-    Estimator(
-        "reward-to-go-k3",
-        "R_seq",
-        "Σ [k3_t + sg(Σ_{s≥t} k3_s − b_t) log π_t]",
-        "∇KL = E[∇d] + E[d ∇log π] with d = k3",
-        True,
-        True,
-        True,
-    ),
-    Estimator(
-        "rao-blackwell",
-        "R_seq",
-        "Σ [KL_t(full vocabulary) + sg(G_{t+1} − b_{t+1}) log π_t]",
-        "arXiv 2504.10637",
-        True,
-        False,
-        True,
-        True,
-    ),
-)
+    Estimator("sequence", "R_seq", "sg(Σ ℓ − b) Σ log π_t", "App. B", **_ALL),
+    Estimator("reward-to-go", "R_seq", "Σ sg(G_t − b_t) log π_t", "§4.2", **_ALL),
+    Estimator("reward-to-go-k3", "R_seq", "Σ [k3_t + sg(Σ_{s≥t} k3_s − b_t) log π_t]",
+              "∇KL = E[∇d] + E[d ∇log π] with d = k3", **_ALL),
+    Estimator("rao-blackwell", "R_seq", "Σ [KL_t(full vocabulary) + sg(G_{t+1} − b_{t+1}) log π_t]",
+              "arXiv 2504.10637", unbiased=True, baseline=True, needs_logits=True),
+)  # fmt: skip
 ESTIMATORS = {e.name: e for e in _TABLE}
 
 
@@ -319,8 +305,8 @@ def completion_mask(tokens: Int[Tensor, "B T"], eos_id) -> Float[Tensor, "B T"]:
     if ids.numel() == 0:
         raise ValueError("eos_id: expected an int or at least one id")
     _check_integers("eos_id", ids)
-    ended = torch.isin(tokens, ids).long().cumsum(1)
-    return (ended - torch.isin(tokens, ids).long() == 0).float()
+    is_eos = torch.isin(tokens, ids).long()
+    return (is_eos.cumsum(1) == is_eos).float()  # no EOS before this position
 
 
 @no_type_check
@@ -333,8 +319,9 @@ def token_logprobs(
     token. The same temperature as the sampler's, which divides logits and not log-probs.
 
     Equal to `(logits / temperature).log_softmax(-1).gather(...)`, and so is its gradient, 1[v = y] − π(v) over
-    temperature; logits are worked in slices, so that only the gradient itself is ever of full size. Where the incoming
-    gradient is 0 (masked), that of the logits is 0 whatever they hold.
+    temperature, whose expectation over tokens drawn from this distribution is 0. Logits are worked in slices, so that
+    only the gradient itself is ever of full size; where the incoming gradient is 0 (masked), so is theirs, whatever
+    they hold.
 
     Args: logits [B, T, V] floating point, −inf for barred tokens; tokens [B, T] integers in 0..V−1 (padding too);
         temperature > 0. Returns: [B, T], float64 for float64 logits, else float32. Once differentiable.
