@@ -102,7 +102,7 @@ def run_all(todo, jobs, command):
                     break
                 ready.remove(name)
                 print("==", name, flush=True)
-                running[name] = subprocess.Popen([*command, name])
+                running[name] = subprocess.Popen([*command, name], stdout=subprocess.DEVNULL)  # errors go to stderr
             if not running:
                 return failed
             time.sleep(0.1)
@@ -127,10 +127,11 @@ def main():
         prune(repo)
         todo = outdated(repo)
     print(f"{len(todo)} stages to run" if todo else "every stage is up to date", flush=True)
-    failed = run_all(todo, jobs, [*DVC, "--wait-for-lock", "repro", "--quiet", "--single-item"])
+    failed = run_all(todo, jobs, [*DVC, "--wait-for-lock", "repro", "--single-item"])
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; what finished is kept, run again to go on")
-    if todo and subprocess.run([*DVC, "repro", "--quiet"]).returncode:  # has the last word on what is up to date
+    # the last word on what is up to date is DVC's
+    if todo and subprocess.run([*DVC, "repro"], stdout=subprocess.DEVNULL).returncode:
         sys.exit("dvc repro failed")
 
 
