@@ -120,7 +120,7 @@ def chapter(nb, name, names):
             cells.append(cell)
             cells += [nbformat.v4.new_markdown_cell(figure(stem), id=f"figure-{stem}") for stem in stems]
         else:
-            cell.source = _TO_NOTEBOOK.sub(_link(names), cell.source)
+            cell.source = _TO_NOTEBOOK.sub(_link(names), _bars(cell.source))
             cells.append(cell)
     cells[0].source = re.sub(r"^# (?!\d)", f"# {int(name[:2])} · ", cells[0].source)
     source, executed = f"../notebooks/{name}.py", f"../executed/{name}.ipynb"
@@ -131,6 +131,12 @@ def chapter(nb, name, names):
     cells.insert(1, nbformat.v4.new_markdown_cell(made, id="made-by"))
     nb.cells = cells
     return nb
+
+
+def _bars(text):
+    """In a table's row Markdown takes \\| for a plain bar, and KL(π‖π_ref) would lose one of its two: \\Vert stays."""
+    row = re.compile(r"^\|.*\|$", re.M)
+    return row.sub(lambda m: re.sub(r"\$[^$]+\$", lambda f: f[0].replace("\\|", "\\Vert "), m[0]), text)
 
 
 def link(number, names):

@@ -61,7 +61,7 @@ def test_a_page_folds_long_code_and_puts_captions_under_figures(tmp_path, monkey
         new.new_code_cell("x = 1"),
         new.new_code_cell("\n".join(f"x = {i}" for i in range(16))),
         new.new_code_cell('fg.save(fig, "01_fig", caption)', outputs=[image]),
-        new.new_markdown_cell("to [next](02_y.py) and [later](09_z.ipynb)"),
+        new.new_markdown_cell("to [next](02_y.py) and [later](09_z.ipynb)\n| $p\\|q$ |"),
     ])  # fmt: skip
     page = assemble.chapter(nb, "01_x", ["01_x", "02_y"])
     kinds = [c.cell_type + " folded" * ("hide-input" in c.metadata.get("tags", [])) for c in page.cells]
@@ -70,7 +70,7 @@ def test_a_page_folds_long_code_and_puts_captions_under_figures(tmp_path, monkey
     assert page.cells[0].source == "# 1 · Title"
     assert page.cells[4].outputs == []
     assert ":alt: a long description" in page.cells[5].source and "**T.** X." in page.cells[5].source
-    assert page.cells[6].source == "to [next](02_y.ipynb) and later"
+    assert page.cells[6].source == "to [next](02_y.ipynb) and later\n| $p\\Vert q$ |"
 
 
 def test_an_image_without_a_caption_stops_the_build():
