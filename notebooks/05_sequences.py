@@ -9,8 +9,9 @@
 # %% [markdown]
 # # Sequences: what token-level losses follow
 #
-# **For sequences, every KL loss that is differentiated token by token drops a term that grows with the horizon; what
-# is left is not the gradient of KL($\pi\,\|\,\pi_{\mathrm{ref}}$), and in general not the gradient of anything.**
+# **For sequences, every KL loss that is differentiated token by token drops the credit of a token for what follows
+# it; what is left is not the gradient of KL($\pi\,\|\,\pi_{\mathrm{ref}}$), and in general not the gradient of
+# anything.**
 #
 # Covers §4.1, §4.2, App. B and App. D of the paper (arXiv 2506.09477), with everything enumerated: no sampling,
 # float64. It adds what the paper leaves open: the expectation of the token-level $k_3$ loss derived in full, a proof
@@ -25,8 +26,8 @@
 #
 # | field | is | prefixes |
 # |---|---|---|
-# | $R_{\mathrm{seq}}$ | $\nabla\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ over sequences: the target | |
-# | $F_{\mathrm{seq}}$ | $\nabla\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$ over sequences: the swapped divergence | |
+# | $R_{\mathrm{seq}}$ | $\nabla\mathrm{KL}(\pi\,\Vert\,\pi_{\mathrm{ref}})$ over sequences: the target | |
+# | $F_{\mathrm{seq}}$ | $\nabla\mathrm{KL}(\pi_{\mathrm{ref}}\,\Vert\,\pi)$ over sequences: the swapped divergence | |
 # | $R_{\mathrm{tok}}$ | $\sum_t\mathbb{E}_{y_{<t}}[\nabla D_t]$ | from $\pi$, held fixed |
 # | $F_{\mathrm{tok}}$ | $\sum_t\mathbb{E}_{y_{<t}}[\nabla\bar D_t]$ | from $\pi$, held fixed |
 
@@ -196,7 +197,8 @@ print(f"largest s < t: {torch.tril(norms, -1).max():.0e}, smallest s ≥ t: {nor
 # %% [markdown]
 # ## 3. The expectation of the token-level $k_3$ loss, in full
 #
-# The loss is $\sum_t k_3(\ell_t)$ with $k_3(\ell)=e^{-\ell}-1+\ell$ and $y\sim\pi$. One token of one sample gives
+# The review of the paper asked for this derivation. The loss is $\sum_t k_3(\ell_t)$ with
+# $k_3(\ell)=e^{-\ell}-1+\ell$ and $y\sim\pi$. One token of one sample gives
 #
 # $$\nabla k_3(\ell_t)=(1-e^{-\ell_t})\,\nabla\log\pi_t .$$
 #
@@ -442,6 +444,8 @@ for p in noise:
         less[p, a] = np.mean(noise[p][a] < noise[p][b])
         print(f"  {a} below {b}: {less[p, a]:.0%}")
 assert less["near", "reward-to-go-k3"] == 1 and less["far", "reward-to-go-k3"] < 0.5
+assert min(less[p, "reward-to-go"] for p in noise) > 0.5
+assert less["near", CURVES[-2]] < 0.2 and less["far", CURVES[-1]] > 0.7
 assert less["near", "rao-blackwell"] > 0.8 and less["far", "rao-blackwell"] > 0.6
 assert np.median(noise["far"][CURVES[-1]][:, -1]) == min(np.median(v[:, -1]) for v in noise["far"].values())
 
