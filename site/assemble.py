@@ -106,6 +106,10 @@ def chapter(nb, name, names):
                 tags.add("hide-input")
             if ".write_text(" in cell.source.rstrip().split("\n")[-1]:  # it shows how many bytes it wrote
                 cell.outputs = [o for o in cell.outputs if o.output_type != "execute_result"]
+            for out in cell.outputs:
+                if "text/markdown" in out.get("data", {}):
+                    text = _bars("".join(out["data"]["text/markdown"]))
+                    out["data"]["text/markdown"] = _TO_NOTEBOOK.sub(_link(names), text)
             if stems:  # the saved file, with its caption, in place of the copy that the cell shows
                 cell.outputs = [o for o in cell.outputs if "image/png" not in o.get("data", {})]
             for out in cell.outputs:

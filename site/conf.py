@@ -20,6 +20,7 @@ exclude_patterns = ["executed"]
 
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables and formulas in displayed Markdown
 nb_output_stderr = "remove-warn"  # with -W: no warning gets into the tutorial unseen
 nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Hide the code"
