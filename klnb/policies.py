@@ -37,7 +37,7 @@ class Tabular:
     """A policy over sequences of at most `horizon` tokens whose logits are the rows of one table.
 
     Args:
-        logits: float64 [rows, V], kept as it is (so `requires_grad` is honoured). −inf bars a token.
+        logits: float64 [rows, V] on the CPU, kept as it is (so `requires_grad` is honoured). −inf bars a token.
         table: "full", one row per prefix (by length, then lexicographic; prefixes that contain EOS have rows too, which
             nothing reads but padding); "bigram", the start and then each last token; "free", one row per position.
         horizon: T, the largest number of tokens.

@@ -464,6 +464,28 @@ def test_per_token_ratios(case):
 
 
 @every_case
+def test_kl_in_a_frozen_reward(case):
+    """What PPO code does: −Σ_t min(w_t A_t, clip(w_t) A_t) with A_t = −Σ_{s≥t} (log μ − log π_ref)_s, frozen.
+
+    On-policy it is R_seq. Off-policy it is none of the fields, clipped or not.
+    """
+
+    def ppo(clip):
+        def mean(logp, ref_logp, mask, behavior_logp):
+            advantage = -((behavior_logp - ref_logp).detach() * mask).flip(1).cumsum(1).flip(1)
+            w = torch.where(mask > 0, logp - behavior_logp, 0.0).exp()
+            return -(torch.minimum(w * advantage, w.clamp(1 - clip, 1 + clip) * advantage) * mask).sum(1).mean()
+
+        return mean
+
+    for clip in (0.2, float("inf")):
+        assert same(case.expect(ppo(clip)), case.field("R_seq"))
+        got = case.expect(ppo(clip), True)
+        for field in OFF_FIELDS:
+            assert distance(got, case.field(field)) > MARGIN
+
+
+@every_case
 def test_prefix_ratios_live_and_detached(case):
     """Σ_s w_{1:s} d_s with w live is right for any d unbiased, and detached ℓ; with w detached it is not."""
 
