@@ -93,7 +93,9 @@ def arithmetic(
     problem "Compute $12+345-67$.", solution "12+345=357\n357-67=290\n\boxed{290}". The same arguments give the same
     records. columns: the sums written one under the other, as small models learn them in minutes: problem
     "Compute $347+ 58-126$.", solution "743\n+850\n=504\n-621\n=972\n\boxed{279}", each row from its units digit
-    on, filled up with zeros, and no sum shorter or longer than the longest operands.
+    on, filled up with zeros, and no sum shorter or longer than the longest operands. Small digits are common, 10 times
+    the square of a uniform number: with digits all alike, a sum's digit says nothing about one operand's, and small
+    models are slow to find out where to look.
 
     A problem belongs to split "train" or "test" (one in ten) by a hash of its text, so that the two never
     share one, whatever the seeds. ValueError if there are too few different problems.
@@ -106,10 +108,14 @@ def arithmetic(
     width, wide = max(operations) + 1, max(digits)
     while len(found) < n and tries < 100 * n:
         tries += 1
-        unit = torch.rand(width, 3, generator=source, dtype=torch.float64).tolist()
+        unit = torch.rand(width, 3 + columns * wide, generator=source, dtype=torch.float64).tolist()
         count = operations[int(unit[0][0] * len(operations))]  # the first term's sign is not needed
-        terms = [int(10 ** (digits[int(d * len(digits))] - 1) * (1 + 9 * u)) for _, d, u in unit[: count + 1]]
-        terms[1:] = [term if s < 0.5 else -term for term, (s, _, _) in zip(terms[1:], unit[1:])]
+        lengths = [digits[int(u[1] * len(digits))] for u in unit[: count + 1]]
+        if columns:
+            terms = [_number([u[2] ** 2, *(x**2 for x in u[3 : 2 + n])]) for n, u in zip(lengths, unit)]
+        else:
+            terms = [int(10 ** (n - 1) * (1 + 9 * u[2])) for n, u in zip(lengths, unit)]
+        terms[1:] = [term if u[0] < 0.5 else -term for term, u in zip(terms[1:], unit[1:])]
         sums = [sum(terms[:k]) for k in range(2, len(terms) + 1)]
         if columns and not all(10 ** (wide - 1) <= s < 10**wide for s in sums):
             continue
@@ -137,6 +143,12 @@ def arithmetic(
             }
         )
     return records
+
+
+def _number(shares):
+    """Of digits at these shares of their range, the first one not 0."""
+    first, *rest = shares
+    return int("".join(map(str, [int(1 + 9 * first), *(int(10 * x) for x in rest)])))
 
 
 def _sum(terms, width=0):

@@ -1,10 +1,9 @@
-"""One training loop for distillation and reward maximisation, small models to try it on, and runs that survive a cut.
+"""One training loop for distillation and reward maximisation, and sweeps of runs that survive a cut.
 
 The loss is β·kl_loss(name, …) − E[reward], on-policy: every step samples completions afresh. Sums over tokens and means
 over sequences throughout, no dropout, logits divided by the temperature on both sides, gradients clipped by their norm.
 
-    python -m klnb.training models --params params.yaml --section lm_models -o build/lm
-    python -m klnb.training runs --params params.yaml --section 07_distillation --name k2 -o results/07_distillation/k2
+    python -m klnb.training k2 --params params.yaml --section 07_distillation -o results/07_distillation/k2
 """
 
 import argparse
@@ -12,9 +11,7 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -31,6 +28,7 @@ from tqdm import tqdm
 from klnb import tasks
 from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
 from klnb.models import completion_logits, encode, eos_ids, load, rollout
+from klnb.paths import ROOT
 from klnb.stats import generator
 
 transformers.utils.logging.disable_progress_bar()  # of loading weights: each run does it twice
@@ -198,8 +196,8 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
         raise ValueError(f"settings: expected {', '.join(GIVEN)} with a name of {', '.join(ESTIMATORS)} or none, "
                          f"and only those in klnb.training.DEFAULTS; got {s}")  # fmt: skip
     s = DEFAULTS | s
-    policy, tokenizer = load(s["policy"], layers=s["policy_layers"], device=s["device"])
-    ref = load(s["ref"], layers=s["ref_layers"], device=s["device"])[0].requires_grad_(False)
+    policy, tokenizer = load(_place(s["policy"]), layers=s["policy_layers"], device=s["device"])
+    ref = load(_place(s["ref"]), layers=s["ref_layers"], device=s["device"])[0].requires_grad_(False)
     barred = [] if s["eos"] else sorted({*eos_ids(ref, tokenizer), tokenizer.pad_token_id} - {None})
     records, held = (_records(s, split, s[n]) for split, n in (("train", "problems"), ("test", "eval_prompts")))
     optimizer = torch.optim.Adam(policy.parameters(), lr=s["lr"])
@@ -238,20 +236,25 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
             run["steps"].setdefault(quantity, []).append(value)
         if checkpoint and (i + 1) % s["save_every"] == 0:
             state = {"key": key(s), "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
-            _write(checkpoint, partial(torch.save, state | {"run": run | {"done": i + 1}}))
+            write(checkpoint, partial(torch.save, state | {"run": run | {"done": i + 1}}))
     of_rows = [{"problem": r["problem"], "answer": tasks.answer(r)} for r in held for _ in range(s["group"])]
     ends = [run["samples"][str(run["evals"][at]["step"])] for at in (0, -1)]
     samples = [row | {"before": first, "after": last} for row, first, last in zip(of_rows, *ends)]
     return {"steps": run["steps"], "evals": run["evals"], "samples": samples}
 
 
-_problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
+problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
+
+
+def _place(name):
+    """Local folders are given from the top of the repository, whatever the working folder."""
+    return ROOT / name if (ROOT / name).is_dir() else name
 
 
 def _records(s, split, count):
     """A fixed random choice of problems, the same for all seeds."""
     if s["task"] == "arithmetic":
-        return _problems(count, split=split)
+        return problems(count, split=split)
     records = tasks.math_records(split, data_dir=s["data_dir"], levels=s["levels"])
     return [records[i] for i in torch.randperm(len(records), generator=generator(0, f"records/{split}"))[:count]]
 
@@ -270,7 +273,7 @@ def key(s: dict) -> str:
     """Of a run: its settings, the code that makes it, the versions of what that uses, and the models' weights."""
     parts = [json.dumps(DEFAULTS | s, sort_keys=True), torch.__version__, transformers.__version__]
     parts += [Path(__file__).with_name(f"{m}.py").read_text() for m in CODE]
-    weights = [Path(s[m], "model.safetensors") for m in ("policy", "ref") if Path(s[m]).is_dir()]
+    weights = [ROOT / s[m] / "model.safetensors" for m in ("policy", "ref")]
     parts += [hashlib.sha256(w.read_bytes()).hexdigest() for w in weights if w.exists()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
@@ -289,7 +292,7 @@ def sweep(runs: dict, folder: Path, processes: int = 1) -> list[dict]:
     keys = {f: json.loads((folder / f).read_text())["key"] for f in runs if (folder / f).exists()}
     todo = {f: s for f, s in runs.items() if keys.get(f) != key(s)}
     if todo:
-        _each(make, {f: (s, folder / f) for f, s in todo.items()}, processes, folder.name)
+        in_processes(make, {f: (s, folder / f) for f, s in todo.items()}, processes, folder.name)
     return [json.loads((folder / f).read_text()) for f in runs]
 
 
@@ -297,29 +300,30 @@ def make(s: dict, file: Path, bar=iter):
     """Do one run and write its file."""
     checkpoint = file.with_name(f"{file.name}.checkpoint")
     record = {"key": key(s), "settings": DEFAULTS | s} | train(s, checkpoint, bar)
-    _write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
+    write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
     checkpoint.unlink(missing_ok=True)
 
 
-def _write(file, save):
+def write(file, save):
     """save(temporary path), then the file is there whole."""
     tmp = file.with_name(f".{file.name}.{os.getpid()}")
     save(tmp)
     os.replace(tmp, file)
 
 
-def _each(work, jobs: dict, processes: int, title: str):
+def in_processes(work, jobs: dict, processes: int, title: str):
     """{name: work(*arguments)} for {name: arguments}, in one-thread processes, with a progress bar."""
     torch.set_num_threads(1)
+    bars = {name: partial(tqdm, desc=f"{title} {name}", unit="step") for name in jobs}
     if min(processes, len(jobs)) == 1:
-        bars = {name: partial(tqdm, desc=f"{title} {name}", unit="step") for name in jobs}
-        return {name: work(*arguments, bar=bars[name]) for name, arguments in jobs.items()}
+        return {name: work(*arguments, bars[name]) for name, arguments in jobs.items()}
+    few = len(jobs) <= processes  # then each shows its steps, else one bar counts them
     # a fork has torch loaded already, but CUDA does not survive one
     method = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
     with ProcessPoolExecutor(processes, get_context(method), _worker, (os.getpid(),)) as pool:
-        futures = {name: pool.submit(work, *arguments) for name, arguments in jobs.items()}
+        futures = {n: pool.submit(work, *arguments, bars[n] if few else iter) for n, arguments in jobs.items()}
         try:
-            for future in tqdm(as_completed(futures.values()), total=len(futures), desc=title, unit="run"):
+            for future in tqdm(as_completed(futures.values()), title, len(futures), unit="run", disable=few):
                 future.result()
             return {name: future.result() for name, future in futures.items()}
         except BaseException:
@@ -339,7 +343,7 @@ def _worker(parent):
     threading.Thread(target=watch, daemon=True).start()
 
 
-# Models to start from -------------------------------------------------------------------------------------------------
+# A model to start from ------------------------------------------------------------------------------------------------
 
 
 def new_model(tokenizer, source, *, width: int, layers: int, heads: int = 4):
@@ -358,70 +362,6 @@ def new_model(tokenizer, source, *, width: int, layers: int, heads: int = 4):
     return model
 
 
-def fit(s: dict, folder: Path, bar=iter) -> dict:
-    """Train a small model on worked solutions and save it with its tokenizer: {parameters, steps, accuracy, solved}.
-
-    It stops when its chance to write a held-out solution out without an error, at temperature 1, reaches `goal`, after
-    `cooldown` more steps in which the learning rate falls to 0: so it comes out alike on machines that round
-    differently. RuntimeError if `max_steps` are not enough.
-    """
-    tokenizer = tasks.arithmetic_tokenizer()
-    model = new_model(tokenizer, generator(s["seed"], f"{folder.name}/weights"), **s["model"])
-    data, held = (_solutions(tokenizer, _problems(n, split=split))
-                  for n, split in ((s["problems"], "train"), (s["held"], "test")))  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s["lr"], betas=(0.9, 0.98), weight_decay=0.01)
-    source, end = generator(s["seed"], f"{folder.name}/batches"), None
-    for i in bar(range(s["max_steps"])):
-        if i % s["check_every"] == 0 and end is None:
-            with torch.no_grad():
-                if _score(model, *held).sum(1).exp().mean() >= s["goal"]:
-                    end = i + s["cooldown"]
-        if i == end:
-            break
-        falling = 1.0 if end is None else (end - i) / s["cooldown"]
-        optimizer.param_groups[0]["lr"] = s["lr"] * min(1.0, (i + 1) / 50) * falling
-        rows = torch.randint(len(data[0]), (s["batch"],), generator=source)
-        optimizer.zero_grad()
-        (-_score(model, *(x[rows] for x in data)).mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    else:
-        raise RuntimeError(f"{folder.name}: not at {s['goal']} after {s['max_steps']} steps; raise max_steps")
-    _save(model.eval(), tokenizer, folder)
-    return {"parameters": sum(p.numel() for p in model.parameters()), "steps": i, **accuracy(folder, s)}
-
-
-def accuracy(folder, s) -> dict:
-    """Of a small model, on held-out problems that did not stop its training: sampled answers that are right, and how
-    likely it is to write the solution out without an error."""
-    model, tokenizer = load(folder)
-    records = _problems(2 * s["held"], split="test")[s["held"] :]
-    settings = DEFAULTS | {"group": 1}
-    batch = sample(model, tokenizer, records, settings, generator(s["seed"], "accuracy"), [])
-    with torch.no_grad():
-        chance = _score(model, *_solutions(tokenizer, records)).sum(1).exp()
-    return {"accuracy": rewards(batch, tokenizer, records, settings)[0].mean().item(), "solved": chance.mean().item()}
-
-
-def _solutions(tokenizer, records):
-    """(prompts [N, P], their mask, solutions [N, T] with EOS)."""
-    tokens, mask = encode(tokenizer, [tasks.prompt(r, tokenizer) for r in records])
-    rows = tokenizer([r["solution"] + tokenizer.eos_token for r in records], add_special_tokens=False)["input_ids"]
-    return tokens, mask, torch.tensor(rows)
-
-
-def _score(model, tokens, mask, solution) -> Float[Tensor, "N T"]:
-    return token_logprobs(completion_logits(model, tokens, mask, solution), solution)
-
-
-def _save(model, tokenizer, folder):
-    with tempfile.TemporaryDirectory(dir=folder.parent) as tmp:
-        for part in (model, tokenizer):
-            part.save_pretrained(Path(tmp) / "new")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(Path(tmp) / "new", folder)
-
-
 # Command line ---------------------------------------------------------------------------------------------------------
 
 
@@ -430,25 +370,17 @@ def main(argv=None):
 
     ap = argparse.ArgumentParser("python -m klnb.training", description=__doc__, allow_abbrev=False,
                                  formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    ap.add_argument("what", choices=["models", "runs"], help="train the small models, or do one estimator's runs")
-    ap.add_argument("-o", "--output", required=True, type=Path, help="the folder to write")
+    ap.add_argument("name", choices=[*ESTIMATORS, "none"], help="the estimator, or none")
+    ap.add_argument("-o", "--output", required=True, type=Path, help="the folder to write, one file a run")
     ap.add_argument("--params", required=True, type=Path, help="a YAML file of sections")
-    ap.add_argument("--section", required=True, help="a section of it: models, or seeds, betas and settings of runs")
-    ap.add_argument("--settings", default="train", help="its settings, comma-separated, later ones win")
-    ap.add_argument("--name", choices=[*ESTIMATORS, "none"], help="the estimator, or none")
+    ap.add_argument("--section", required=True, help="a section of it, with seeds, settings, and maybe betas and rates")
+    ap.add_argument("--settings", default="train", help="names of its settings, comma-separated, later ones win")
     ap.add_argument("--processes", type=int, default=2)
     args = ap.parse_args(argv)
     section = YAML(typ="safe", pure=True).load(args.params.read_text())[args.section]
-    args.output.mkdir(parents=True, exist_ok=True)
-    if args.what == "models":
-        models = {role: (section["common"] | section[role], args.output / role) for role in ("teacher", "student")}
-        reached = _each(fit, models, args.processes, "models")
-        _write(args.output / "models.json", lambda tmp: tmp.write_text(json.dumps(reached, indent=1) + "\n"))
-        for role, row in reached.items():
-            print(role, ", ".join(f"{k} {v:.4g}" for k, v in row.items()))
-    else:
-        settings = {k: v for part in args.settings.split(",") for k, v in section[part].items()}
-        sweep(specs(settings, section["seeds"], args.name, section.get("betas")), args.output, args.processes)
+    settings = {k: v for part in args.settings.split(",") for k, v in section[part].items()}
+    settings |= {"lr": section["rates"][args.name]} if "rates" in section else {}
+    sweep(specs(settings, section["seeds"], args.name, section.get("betas")), args.output, args.processes)
 
 
 if __name__ == "__main__":

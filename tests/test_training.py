@@ -1,14 +1,18 @@
 """The loop on models of a few hundred weights: objective, step, evaluation, whole runs, cuts and sweeps."""
 import json
 import os
+import sys
 from functools import partial
 
 import pytest
 import torch
 
-from klnb import tasks, training
+from klnb import paths, tasks, training
 from klnb.models import load
 from klnb.stats import generator
+
+sys.path.insert(0, str(paths.ROOT / "tools"))
+import lm_models  # noqa: E402
 
 FIT = {"seed": 0, "problems": 50, "held": 8, "batch": 4, "lr": 1e-3, "max_steps": 9, "check_every": 2, "goal": 0.0,
        "cooldown": 2}  # fmt: skip
@@ -22,7 +26,7 @@ def models(tmp_path_factory):
     home = tmp_path_factory.mktemp("models")
     before = torch.get_rng_state()
     for role, width in (("teacher", 16), ("student", 8)):
-        training.fit(FIT | {"model": {"width": width, "layers": 1, "heads": 2}}, home / role)
+        lm_models.fit(FIT | {"model": {"width": width, "layers": 1, "heads": 2}}, home / role)
     assert torch.equal(before, torch.get_rng_state())
     return home
 
@@ -285,7 +289,7 @@ def test_key_follows_settings_code_and_weights(s, tmp_path, monkeypatch):
     policy, tokenizer = load(s["policy"])
     with torch.no_grad():
         next(policy.parameters()).add_(1)
-    training._save(policy, tokenizer, tmp_path / "other")
+    lm_models._save(policy, tokenizer, tmp_path / "other")
     assert training.key(s | {"policy": str(tmp_path / "other")}) != training.key(s | {"policy": s["policy"] + "/"})
 
 
@@ -313,7 +317,7 @@ def test_settings_that_are_unknown_or_missing_are_told(s):
 def test_fit_learns_and_stops_at_its_goal(tmp_path, monkeypatch):
     """The chance of a solution rises from about 27^−25; the goal is taken from a first, longer training."""
     chances = []
-    score = training._score
+    score = lm_models._score
 
     def spy(model, *data):
         out = score(model, *data)
@@ -321,30 +325,30 @@ def test_fit_learns_and_stops_at_its_goal(tmp_path, monkeypatch):
             chances.append(out.sum(1).exp().mean().item())
         return out
 
-    monkeypatch.setattr(training, "_score", spy)
+    monkeypatch.setattr(lm_models, "_score", spy)
     s = FIT | {"model": {"width": 16, "layers": 1, "heads": 2}, "max_steps": 40, "goal": 2.0, "lr": 1e-2}
     with pytest.raises(RuntimeError, match="not at 2.0 after 40 steps; raise max_steps"):
-        training.fit(s, tmp_path / "a")
+        lm_models.fit(s, tmp_path / "a")
     assert not (tmp_path / "a").exists() and chances[-1] > 1e6 * chances[0]
-    reached = training.fit(s | {"goal": chances[10]}, tmp_path / "a")
+    reached = lm_models.fit(s | {"goal": chances[10]}, tmp_path / "a")
     assert reached["steps"] == 2 * 10 + s["cooldown"] and 0 <= reached["accuracy"] <= 1
     assert sorted(f.name for f in tmp_path.iterdir()) == ["a"]
 
 
-def test_command_line_makes_models_and_runs(tmp_path, capsys):
+def test_command_lines_make_models_and_runs(tmp_path, capsys):
     params = {
         "lm": {"common": FIT, "teacher": {"model": {"width": 16, "layers": 1, "heads": 2}},
                "student": {"model": {"width": 8, "layers": 1, "heads": 2}}},
         "runs": {"seeds": [0, 1], "train": SMALL | {"policy": str(tmp_path / "lm/student"),
-                 "ref": str(tmp_path / "lm/teacher")}, "short": {"steps": 1}},
+                 "ref": str(tmp_path / "lm/teacher")}, "short": {"steps": 1}, "rates": {"k1": 0.25, "k2": 0.5}},
     }  # fmt: skip
     (tmp_path / "params.yaml").write_text(json.dumps(params))
     common = ["--params", str(tmp_path / "params.yaml"), "--processes", "1"]
-    training.main(["models", "--section", "lm", "-o", str(tmp_path / "lm"), *common])
+    lm_models.main(["--section", "lm", "-o", str(tmp_path / "lm"), *common])
     out = capsys.readouterr().out
     assert "teacher" in out and "accuracy" in out
     assert json.loads((tmp_path / "lm/models.json").read_text())["student"]["parameters"] < 3000
-    training.main(["runs", "--section", "runs", "--settings", "train,short", "--name", "k1",
-                   "-o", str(tmp_path / "k1"), *common])  # fmt: skip
+    training.main(["k1", "--section", "runs", "--settings", "train,short", "-o", str(tmp_path / "k1"), *common])
     assert sorted(f.name for f in (tmp_path / "k1").iterdir()) == ["beta1-seed0.json", "beta1-seed1.json"]
-    assert json.loads((tmp_path / "k1/beta1-seed0.json").read_text())["settings"]["steps"] == 1
+    done = json.loads((tmp_path / "k1/beta1-seed0.json").read_text())["settings"]
+    assert done["steps"] == 1 and done["lr"] == 0.25 and done["prompts"] == SMALL["prompts"]
