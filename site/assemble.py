@@ -109,7 +109,7 @@ def chapter(nb, name, names):
             for out in cell.outputs:
                 if "text/markdown" in out.get("data", {}):
                     text = _bars("".join(out["data"]["text/markdown"]))
-                    out["data"]["text/markdown"] = _TO_NOTEBOOK.sub(_link(names), text)
+                    out["data"]["text/markdown"] = typeset(_TO_NOTEBOOK.sub(_link(names), text))
             if stems:  # the saved file, with its caption, in place of the copy that the cell shows
                 cell.outputs = [o for o in cell.outputs if "image/png" not in o.get("data", {})]
             for out in cell.outputs:
