@@ -274,7 +274,7 @@ def _check_static(logp, ref_logp, mask, behavior_logp, group_size, logits, ref_l
 
 def _check_values(flags, logp, ref_logp, mask, behavior_logp):
     """Queue the checks of values; returns the mask as bool."""
-    keep = mask.bool()
+    keep = mask != 0  # a new tensor: one made in inference mode cannot be saved for the backward pass
     flags.tokens(~((mask == 0) | (mask == 1)), "mask: expected 0 or 1 everywhere")
     flags.tokens(~keep.any(1), "mask: expected at least one unmasked token in each row")
     for arg, x in (("logp", logp), ("ref_logp", ref_logp), ("behavior_logp", behavior_logp)):
@@ -332,7 +332,7 @@ def token_logprobs(
     if logits.ndim < 2 or tokens.shape != logits.shape[:-1]:
         raise ValueError(f"tokens: expected shape {list(logits.shape[:-1])} like logits, got {list(tokens.shape)}")
     _check_ids(tokens, logits.shape[-1])
-    return _TokenLogProbs.apply(logits, tokens.long(), float(temperature))
+    return _TokenLogProbs.apply(logits, tokens.to(torch.int64, copy=True), float(temperature))
 
 
 def _check_tokens(given, tokens, temperature):
@@ -431,5 +431,7 @@ def token_logprobs_from_hidden(
     def part(h, y):
         return _TokenLogProbs.apply(torch.nn.functional.linear(h, weight, bias), y, float(temperature))
 
-    pairs = zip(hidden.flatten(0, 1).split(chunk), tokens.long().flatten().split(chunk), strict=True)
+    pairs = zip(
+        hidden.flatten(0, 1).split(chunk), tokens.to(torch.int64, copy=True).flatten().split(chunk), strict=True
+    )
     return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in pairs]).view(tokens.shape)

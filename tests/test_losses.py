@@ -279,6 +279,18 @@ def test_autocast_changes_nothing(name, off, group):
 
 
 @form
+def test_data_made_in_inference_mode(name, off, group):
+    """As rollouts often are; torch refuses to save such tensors for a backward pass."""
+    batch = draw()
+    with torch.inference_mode():
+        made = {k: v.clone() for k, v in batch.items()}
+    for key in ("logp", "logits"):
+        made[key] = batch[key]
+    got, want = call(name, made, off, group), call(name, batch, off, group)
+    assert all(torch.equal(a, b) for a, b in zip(got, want) if a is not None)
+
+
+@form
 def test_through_checkpointing(name, off, group):
     batch = draw()
     want = call(name, batch, off, group)

@@ -143,6 +143,18 @@ def test_rows_without_gradient_get_none_whatever_they_hold(bad, temperature):
     assert (dirty[1][0][~keep] == 0).all()
 
 
+def test_tokens_made_in_inference_mode():
+    with torch.inference_mode():
+        tokens = ids(2, 3, below=5)
+    for call in (
+        lambda x: token_logprobs(x, tokens),
+        lambda x: token_logprobs_from_hidden(x, torch.eye(5, dtype=x.dtype), tokens),
+    ):
+        got = grads(call, [draw(2, 3, 5)], torch.ones(2, 3))
+        want = grads(lambda x: plain(x, tokens.clone()), [draw(2, 3, 5)], torch.ones(2, 3))
+        assert torch.allclose(got[0], want[0]) and torch.allclose(got[1][0], want[1][0])
+
+
 def test_a_second_derivative_is_refused():
     logits = draw(1, 2, 5).requires_grad_()
     out = token_logprobs(logits, ids(1, 2, below=5))
