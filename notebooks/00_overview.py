@@ -298,8 +298,8 @@ fig.text(0.8, 0.985, "the KL term alone: where it points", ha="center", va="top"
 fg.save(fig, "00_overview", caption, FIGURES)
 
 # %% [markdown]
-# Only reward-to-go ends on top of the contours. k1 never turns back. k2 cannot see that a is dear *later*; k3 keeps
-# more probability everywhere $\pi_{\mathrm{ref}}$ has some, whatever the reward says, and so pays for c and for a.
+# Only reward-to-go ends on top of the contours. k1 never turns back. k2 cannot see that a is dear *later*; k3 holds
+# on to c, which pays least, because $\pi_{\mathrm{ref}}$ has it, and of the three puts the most on a.
 #
 # ## The estimators of `kl_loss`
 #

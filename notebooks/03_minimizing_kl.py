@@ -10,12 +10,12 @@
 # # Following each gradient
 #
 # **Claim.** Started away from $\pi_{\mathrm{ref}}$ and told to go there, k1 as a loss wanders off, k2 and the score
-# function arrive, and k3 as a loss, on few samples, ends in between: in some runs one rare sample throws the policy
-# into a corner that it does not leave. With many samples k3 arrives too, as its own divergence has the same minimum.
+# function arrive, and k3 as a loss, on few samples, ends in between: in many runs one rare sample throws the policy
+# into a corner that it does not leave. Without noise k3 arrives too, as its own divergence has the same minimum.
 #
-# This is the tabular experiment of Tang & Munos ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477), App. C: step
-# size 1), with intervals over seeds, both divergences, and the noise-free path beside the sampled ones. Runs in
-# seconds.
+# After the tabular experiments of Tang & Munos ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477), App. C: step
+# size 1); policies and sample counts are our choice. New are intervals over seeds, both divergences, and the
+# noise-free path beside the sampled ones. Runs in seconds.
 
 # %%
 import json
@@ -269,8 +269,9 @@ fg.save(fig, "03_minimizing_kl", caption, FIGURES)
 #
 # - **k1 as a loss** never goes down. It is a random walk, and on average the walk leaves $\pi_{\mathrm{ref}}$.
 # - **k2, the score function, leave-one-out** arrive, with few samples as with many.
-# - **k3 as a loss** on few samples ends between k1 and k2, as in the paper; the reason here is not that its minimum
-#   lies elsewhere but that its tail drives runs into corners. With enough samples it arrives, sooner than the others.
+# - **k3 as a loss** on few samples ends between k1 and k2. The reason is not that its minimum lies elsewhere but
+#   that its tail drives runs into corners: with more samples a run in a corner is rare, and without noise k3 arrives
+#   sooner than the others.
 #
 # That both divergences share their minimum is special: nothing else was asked of the policy, and it could reach
 # $\pi_{\mathrm{ref}}$. With a reward they have [different optima](04_regularized_reward), and with sequences and a

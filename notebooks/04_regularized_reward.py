@@ -14,7 +14,7 @@
 # $\mathbb{E}[R]-\beta\,\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$, and k1 as a loss does not regularise at all: its KL
 # does not depend on $\beta$, or even grows with it. At low KL none of this matters, and this chapter says how low.
 #
-# The tabular counterpart of §5's reward experiments in Tang & Munos ([arXiv
+# A tabular counterpart of Figure 7 (reward maximisation) of Tang & Munos ([arXiv
 # 2506.09477](https://arxiv.org/abs/2506.09477)), every end point against a closed form. It also makes a test that a
 # review of the paper asked for: a long run under weak regularisation, in which k3 has to track the swapped optimum if
 # the theory is right. Runs in well under a minute.
