@@ -347,7 +347,7 @@ for ax, where in zip(axes.T, SCALES):
     panel(ax[1], where, "bias")
     ax[0].set_title(f"{where}: KL = {data['kl'][where]:.2g} nats")
     ax[1].set_xlabel("samples $n$ per gradient")
-axes[0, 0].text(sizes[0], 0.8, "gradient of zero", va="top", fontsize=9)
+axes[0, 0].text(sizes[-1], 0.75, "gradient of zero", va="top", ha="right", fontsize=9)
 axes[0, 0].set_ylabel("relative mean squared error")
 axes[1, 0].set_ylabel("relative bias, measured")
 handles, labels = axes[0, 0].get_legend_handles_labels()
