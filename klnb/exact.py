@@ -63,9 +63,10 @@ def _field(logits, policy, ref, field, behavior, create_graph=False):
     else:
         sampler = behavior if field.endswith("_mu") else at(logits)
         weight = _sequence_logp(sampler, tokens, mask).exp().unsqueeze(1) * mask
-        logp, logq = at(live).log_probs(tokens), ref.log_probs(tokens)
+        reach = (weight > 0).unsqueeze(2)  # elsewhere nothing counts, not even an infinite KL: 0 · inf is NaN
+        logp, logq = (torch.where(reach, x.log_probs(tokens), 0.0) for x in (at(live), ref))
         step = _cross(logp.exp(), logp, logq) if field[0] == "R" else _cross(logq.exp(), logq, logp)
-        objective = torch.where(weight > 0, weight * step.sum(2), 0.0).sum()
+        objective = (weight * step.sum(2)).sum()
     if not torch.isfinite(objective):
         raise ValueError(f"field: {field} does not exist here: its divergence is infinite (a token is barred)")
     return torch.autograd.grad(objective, live, create_graph=create_graph)[0]

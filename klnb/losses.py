@@ -435,4 +435,6 @@ def token_logprobs_from_hidden(
     pairs = zip(
         hidden.flatten(0, 1).split(chunk), tokens.to(torch.int64, copy=True).flatten().split(chunk), strict=True
     )
-    return torch.cat([checkpoint(part, h, y, use_reentrant=False) for h, y in pairs]).view(tokens.shape)
+    return torch.cat([checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]).view(
+        tokens.shape
+    )

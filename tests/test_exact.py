@@ -100,6 +100,24 @@ def test_barred_tokens():
     assert exact.gradient(ref, full, "R_seq").isfinite().all()
 
 
+def test_prefixes_that_are_never_reached_count_for_nothing():
+    """Token 2 is barred first in both; after it, the reference bars what the policy does not. All fields as if not."""
+
+    def pair(ref_after):
+        inf = math.inf
+        p = [[0.0, 0.3, -inf], [0.0, 0.1, 0.2], [0.3, 0.0, 0.5], [0.0, 0.0, 0.0]]
+        q = [[0.5, 0.0, -inf], [0.0, 0.4, 0.0], [0.1, 0.0, 0.0], [0.0, 0.0, ref_after]]
+        return [policies.Tabular(torch.tensor(x, dtype=torch.float64), horizon=2) for x in (p, q)]
+
+    for field in exact.FIELDS:
+        got, want = (
+            exact.gradient(*both, field, both[0] if field.endswith("_mu") else None)
+            for both in (pair(-math.inf), pair(0.0))
+        )
+        assert torch.equal(got, want) and got.norm() > 0.1 and (got[3] == 0).all()
+    assert exact.curl(*pair(-math.inf), "R_tok") > 0.01
+
+
 @pytest.mark.parametrize("case", CASES[:4] + CASES[16:18], ids=lambda c: c.id)
 def test_expected_gradient_of_every_name_against_plain_loops(case):
     """The gradient of one sample of each name, written out by hand, averaged by the naive enumerator."""
