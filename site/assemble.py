@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nbformat
 
-from klnb.paths import BUILD, FIGURES, RESULTS, ROOT
+from klnb.paths import BUILD, FIGURES, PUBLISHED, RESULTS, ROOT
 
 SITE = ROOT / "site"
 SRC = BUILD / "site" / "src"
@@ -281,6 +281,23 @@ def expected(names):
     return "\n".join(["| chapter | a number to expect |", "|---|---|", *rows])
 
 
+def what_to_set():
+    """Tables of library options by the field that they follow on-policy, from the published audit: {set:FIELD: table}."""
+    published = json.loads((PUBLISHED / "audit.json").read_text())
+    head = "| library | option | on-policy | off-policy | a test would say | |\n|---|---|---|---|---|---|"
+    tables = {"R_seq": [head], "R_tok": [head], "F_tok": [head], "other": [head]}
+    for r in published["rows"]:
+        steady = r["on_policy"].split(";")[0]  # what it follows near π_ref, whatever the lengths and the padding
+        run = "run" if r["source"] == "package" else "formula"
+        holds = r["on_policy"] in ("R_seq", "R_tok", "F_tok", "zero")
+        line = f'`expect="{r["on_policy"]}"`' if holds else "–"
+        cells = (f"{r['library']} {r['version']}", r["option"], r["on_policy"], r["off_policy"], line, run)
+        tables.get(steady, tables["other"]).append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    versions = {n: v for n, v in published["provenance"]["versions"].items() if n != "torch"}
+    found = {f"set:{field}": "\n".join(lines) for field, lines in tables.items()}
+    return found | {"set:versions": ", ".join(f"{n} {v}" for n, v in versions.items())}
+
+
 def hero():
     """The overview's first figure, for the front page."""
     stems = sorted(f.stem for f in FIGURES.glob("00_*.json"))
@@ -297,6 +314,7 @@ def main(preview=False):
     shutil.rmtree(SRC, ignore_errors=True)
     shutil.copytree(SITE, SRC, ignore=shutil.ignore_patterns("__pycache__", "*.py", "*.txt"))
     shutil.copytree(FIGURES, SRC / "figures", dirs_exist_ok=True)
+    shutil.copytree(ROOT / "examples", SRC / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in ("chapters", "notebooks", "executed"):
         (SRC / folder).mkdir()
     for name in names:
@@ -306,7 +324,7 @@ def main(preview=False):
         nbformat.write(chapter(nbformat.read(file, 4), name, names), SRC / "chapters" / file.name)
     (SRC / "_static" / "colors.css").write_text(colors())
     replace = {f"api-{kind}": api(kind, preview) for kind in ("public", "experiments")}
-    replace |= {"estimators": estimators(), "hero": hero(), "expected": expected(names)} | facts()
+    replace |= {"estimators": estimators(), "hero": hero(), "expected": expected(names)} | facts() | what_to_set()
     for page in SRC.glob("*.md"):
         text = page.read_text()
         for key, value in replace.items():
