@@ -25,7 +25,7 @@ nb_output_stderr = "remove-warn"  # with -W: no warning gets into the tutorial u
 nb_code_prompt_show = "Show the code"
 nb_code_prompt_hide = "Hide the code"
 nb_number_source_lines = False
-myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath", "tasklist"]
 myst_heading_anchors = 3
 
 # MathJax 3.2.2 from the package sphinx-mathjax-offline (not used as an extension: it would copy all 24 MB)
