@@ -1,4 +1,4 @@
-// What tests_site/test_site.py asks of a page, as functions that return the offenders.
+// What tests_site/test_pages.py asks of a page, as functions that return the offenders.
 window.checks = (() => {
   const texts = (list) => list.map((e) => `${e.tagName}: ${(e.src || e.textContent).trim().slice(-80)}`);
   const all = (selector) => [...document.querySelectorAll(selector)];

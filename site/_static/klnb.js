@@ -1,5 +1,5 @@
 // One position, a few actions: what klnb.exact computes, in plain JavaScript. Pure functions, nothing drawn here.
-// tests_site/test_site.py compares every number with klnb.exact. Logits in, natural logarithms, gradients in the logits.
+// tests_site/test_pages.py compares every number with klnb.exact. Logits in, natural logarithms, gradients in the logits.
 (function () {
   "use strict";
   const sum = (x) => x.reduce((a, b) => a + b, 0);
