@@ -432,9 +432,7 @@ def token_logprobs_from_hidden(
     def part(h, y):
         return _TokenLogProbs.apply(torch.nn.functional.linear(h, weight, bias), y, float(temperature))
 
-    pairs = zip(
-        hidden.flatten(0, 1).split(chunk), tokens.to(torch.int64, copy=True).flatten().split(chunk), strict=True
-    )
-    return torch.cat([checkpoint(part, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in pairs]).view(
-        tokens.shape
-    )
+    y = tokens.to(torch.int64, copy=True).flatten()
+    pairs = zip(hidden.flatten(0, 1).split(chunk), y.split(chunk), strict=True)
+    out = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs]
+    return torch.cat(out).view(tokens.shape)
