@@ -13,6 +13,7 @@ to the sampler. Put it into a trainer's tests:
 
 import html
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,14 +39,12 @@ WORDS |= {f: f"{f}: about the sampler, whatever π_ref says" for f in (TO_MU, FR
 MEANT = {"R_seq": "reward-to-go", "R_tok": "k2", "F_tok": "k3"}
 ZERO = 1e-9  # of the RMS per-sample gradient: what float64 leaves of a sum that cancels
 HORIZON = 3
+LENGTHS = ((("fixed", "none"),), (("variable", "longest row"), ("variable", "T")))
 REACH = {"near": 1.0, "far": 25.0}  # the largest |ℓ| of a pair
 SHAPES = {  # the slope in logp of one token's loss as a function of ℓ
-    "k1": torch.ones_like,
-    "k2": lambda x: x,
-    "k3": lambda x: -torch.expm1(-x),
-    "a live ratio times k1": lambda x: x + 1,
-    "a live ratio times k2": lambda x: x + x * x / 2,
-}
+    "k1": lambda x: 1.0, "k2": lambda x: x, "k3": lambda x: -math.expm1(-x),
+    "a live ratio times k1": lambda x: x + 1, "a live ratio times k2": lambda x: x + x * x / 2,
+}  # fmt: skip
 
 
 class AuditError(AssertionError):
@@ -229,31 +228,31 @@ def _pair(vocab, table, eos, reach, generator):
     return *pair, at(pair[0].logits + 0.7 * drift)
 
 
+def _fields(policy, ref, mu):
+    """The fields that may explain a gradient here, by name."""
+    out = {f: exact.gradient(policy, ref, f) for f in ("R_seq", "R_tok", "F_tok", "F_seq")}
+    if policy.eos is not None:
+        out |= {LENGTH: exact.length_gradient(policy), INVERSE: exact.length_gradient(policy, inverse=True)}
+    if mu is not None:
+        out |= {f: exact.gradient(policy, ref, f, mu) for f in ("R_tok_mu", "F_tok_mu")}
+        out |= {TO_MU: exact.gradient(policy, mu, "R_seq"), FROM_MU: exact.gradient(policy, mu, "F_seq")}
+    return out
+
+
 @lru_cache
 def _cases(off_policy, batch_size):
     """All cases: (names, [(π, π_ref, μ or None)], {field: its values on all pairs, one after another})."""
-    cases = []
+    cases, regimes = [], ("on-policy", "off-policy") if off_policy else ("on-policy",)
     vocab = 3 if batch_size == 1 else 2  # all batches are enumerated: 8 sequences make 512 batches of 3
-    for regime, (near, reach), eos in product(
-        ("on-policy", "off-policy")[: 1 + off_policy], REACH.items(), (None, vocab - 1)
-    ):
+    for regime, (near, reach), eos in product(regimes, REACH.items(), (None, vocab - 1)):
         generator = torch.Generator().manual_seed(2506_09477)  # the same pairs for both regimes
         # sequences with EOS are few and mostly short: it takes more pairs before no chance mixture of fields fits
         tables = ("full", "bigram") * (2 if eos is None else 3 if vocab == 3 else 6)
         chains = [_pair(vocab, table, eos, reach, generator) for table in tables]
-        fields = {f: lambda p, r, m, f=f: exact.gradient(p, r, f, m) for f in ("R_seq", "R_tok", "F_tok", "F_seq")}
-        if eos is not None:
-            fields[LENGTH] = lambda p, r, m: exact.length_gradient(p)
-            fields[INVERSE] = lambda p, r, m: exact.length_gradient(p, inverse=True)
-        if regime == "off-policy":
-            fields |= {f: lambda p, r, m, f=f: exact.gradient(p, r, f, m) for f in ("R_tok_mu", "F_tok_mu")}
-            fields[TO_MU] = lambda p, r, m: exact.gradient(p, m, "R_seq")
-            fields[FROM_MU] = lambda p, r, m: exact.gradient(p, m, "F_seq")
-        else:
-            chains = [(p, r, None) for p, r, _ in chains]
-        values = {f: torch.cat([at(*c).flatten() for c in chains]) for f, at in fields.items()}
-        length = "fixed" if eos is None else "variable"
-        for padding in ("none",) if eos is None else ("longest row", "T"):
+        chains = [(p, r, m if regime == "off-policy" else None) for p, r, m in chains]
+        each = [_fields(*c) for c in chains]
+        values = {f: torch.cat([e[f].flatten() for e in each]) for f in each[0]}
+        for length, padding in LENGTHS[eos is not None]:
             cases.append(((regime, near, length, padding), chains, values))
     return cases
 
@@ -354,7 +353,7 @@ def _notes(rows, seen, batch_size):
     if any(_kind(r)[0][1:] in exact.FIELDS and len(_kind(r)) == 1 for r in rows):
         notes.append("sign flip: the coefficient is negative, so minimising this loss pushes π away from π_ref")
     for p in dict.fromkeys(r["policy"] for r in rows):
-        cases = [(p, "near", "fixed", "none"), (p, "near", "variable", "longest row"), (p, "near", "variable", "T")]
+        cases = [(p, "near", *x) for x in LENGTHS[0] + LENGTHS[1]]
         (fixed, own, full), (_, a, b) = (at[c] for c in cases), (seen[c][0] for c in cases)
         known = _kind(fixed) != ("none",)
         if _kind(own) != _kind(full) or (own["coefficients"] and _residual(a, b) > 1e-6):
@@ -380,41 +379,39 @@ def _probe_notes(fn, batch_size):
     """One token on its own: where does a clamp cut in, and is there a live ratio?"""
     if batch_size > 1 or _extra(fn):
         return ()
-    logp = torch.full((1, 1), -30.0, dtype=torch.float64)  # so that π_ref's log-prob stays below 0 at ℓ = −25
+    logp, notes = torch.full((1, 1), -30.0, dtype=torch.float64), []  # π_ref's log-prob stays below 0 at ℓ = −25
 
-    def at(log_ratios):
-        """Value and slope [2, N]."""
-        out = []
-        for x in log_ratios.tolist():
-            live = logp.clone().requires_grad_()
-            with torch.enable_grad():
-                loss = fn(live, logp - x, torch.ones_like(logp), logp.clone())
-                slope = torch.autograd.grad(loss, live, allow_unused=True)[0]
-            out.append([float(loss.detach()), 0.0 if slope is None else float(slope)])
-        return torch.tensor(out, dtype=torch.float64).T
+    def at(x):
+        """The value and the slope at ℓ = x."""
+        live = logp.clone().requires_grad_()
+        with torch.enable_grad():
+            loss = fn(live, logp - x, torch.ones_like(logp), logp.clone())
+            slope = torch.autograd.grad(loss, live, allow_unused=True)[0]
+        return float(loss.detach()), 0.0 if slope is None else float(slope)
 
-    notes, grid = [], torch.arange(-25, 26, dtype=torch.float64)
-    points, h = torch.tensor([-0.5, -0.3, 0.2, 0.4], dtype=torch.float64), 1e-4
-    (value, slope), far = at(points), at(grid)[1]
+    points, h = (-0.5, -0.3, 0.2, 0.4), 1e-4
+    near = [at(x) for x in points]
     for name, shape in SHAPES.items():
-        scale = (slope @ shape(points)) / (shape(points) @ shape(points))
+        scale = near[0][1] / shape(points[0])
 
-        def off(x, got, shape=shape, scale=scale):
-            return (got - scale * shape(x)).abs() > 1e-6 * (scale * shape(x)).abs() + 1e-9 * scale.abs()
+        def fits(x, slope, shape=shape, scale=scale):
+            return abs(slope - scale * shape(x)) <= 1e-6 * abs(scale * shape(x)) + 1e-9 * abs(scale)
 
-        bad = off(grid, far)
-        if slope.any() and not off(points, slope).any() and bad.any():
-            ends = []
-            for word, x in (("below", grid[bad & (grid < 0)].flip(0)), ("above", grid[bad & (grid > 0)])):
-                if len(x):  # bisect between the last point that fits and the first that does not
-                    inner, outer = x[:1] - x[:1].sign(), x[:1]
-                    for _ in range(12):
-                        middle = (inner + outer) / 2
-                        inner, outer = (inner, middle) if off(middle, at(middle)[1]) else (middle, outer)
-                    ends.append(f"{word} ℓ = {float(outer):.2f}")
+        if scale == 0 or not all(fits(x, slope) for x, (_, slope) in zip(points, near)):
+            continue
+        ends = []
+        for word, sign in (("below", -1), ("above", 1)):
+            outer = next((sign * k for k in range(1, 26) if not fits(sign * k, at(sign * k)[1])), None)
+            if outer is not None:  # bisect between the last point that fits and the first that does not
+                inner = outer - sign
+                for _ in range(12):
+                    middle = (inner + outer) / 2
+                    inner, outer = (middle, outer) if fits(middle, at(middle)[1]) else (inner, middle)
+                ends.append(f"{word} ℓ = {outer:.2f}")
+        if ends:
             notes.append(f"a clamp: the gradient of one token is that of {name}, but not {' and '.join(ends)}")
-    own = (at(points + h)[0] - at(points - h)[0]) / (2 * h)
-    if value.abs().min() > 0 and torch.allclose(slope - own, value, rtol=1e-4, atol=0):
+    own = [(at(x + h)[0] - at(x - h)[0]) / (2 * h) for x in points]
+    if all(v and abs(slope - d - v) < 1e-4 * abs(v) for (v, slope), d in zip(near, own)):
         notes.append("a live ratio, or its like: the gradient is that of the value times π/μ or exp(x − x.detach())")
     return tuple(notes)
 

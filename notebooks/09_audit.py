@@ -32,6 +32,9 @@ from klnb.estimators import k1, k2, k3
 from klnb.losses import kl_loss
 from klnb.paths import PUBLISHED, ROOT
 
+sys.path.insert(0, str(ROOT / "examples"))
+from audit_libraries import TERMS, label, row, run
+
 # %% tags=["parameters"]
 packages = False  # run the libraries' own code here; needs the environment of `make test-audit`
 only = []  # names of libraries; empty: all
@@ -39,9 +42,6 @@ results = "results"
 figures = "figures"
 
 # %%
-sys.path.insert(0, str(ROOT / "examples"))
-from audit_libraries import TERMS, label, row, run
-
 fg.style()
 RESULTS, FIGURES = ROOT / results, ROOT / figures
 terms = [t for t in TERMS if not only or t.library in only]
@@ -171,42 +171,41 @@ SHORT = {
 GREY = {"zero": "#333333", "none": "#bbbbbb"}
 
 
-def first(text):
-    """The field that gives the colour."""
-    return text.lstrip("−").split(" ")[0].split(",")[0].split(";")[0].removesuffix("_mu")
-
-
 def shorten(text):
     for long, short in SHORT.items():
         text = text.replace(long, short)
     return text
 
 
+# %%
 def paint(ax, x, y, text):
-    color = GREY.get(first(text)) or fg.COLORS.get(first(text), fg.COLORS["behavior"])
-    mixed = " + " in text.split(",")[0] or " − " in text.split(",")[0]
+    """A dot in the colour of the field that is named first, hollow for a mixture, and the text."""
+    field = re.split(r"[ ,;]", text.lstrip("−"))[0].removesuffix("_mu")
+    color = GREY.get(field) or fg.COLORS.get(field, fg.COLORS["behavior"])
+    mixed = re.search(" [+−] ", text.split(",")[0])
     ax.plot(x, y, "o", color=color, markersize=6.5, markerfacecolor="white" if mixed else color, markeredgewidth=1.5)
     ax.text(x + 0.05, y, shorten(text), va="center", fontsize=8)
 
+
+brief = re.compile(r" \((?!default|k\d|live|ratio).*?\)|use_kl_loss, |use_|_kl(?==)")
+mark = {"package": "●", "formula": "○"}
+names = [f"{r['library']}: {brief.sub('', r['option'])} {mark[r['source']]}" for r in rows]
+breaks = [y - 0.5 for y in range(1, len(rows)) if rows[y]["library"] != rows[y - 1]["library"]]
+counts = {s: sum(r["source"] == s for r in rows) for s in mark}
 
 # %%
 fig, ax = plt.subplots(figsize=(fg.WIDTH, 0.9 + 0.27 * len(rows)))
 for y, r in enumerate(rows):
     paint(ax, 0, y, r["on_policy"])
     paint(ax, 0.9, y, r["off_policy"])
-brief = re.compile(r" \((?!default|k\d|live|ratio).*?\)|use_kl_loss, |use_|_kl(?==)")
-option = [brief.sub("", r["option"]) for r in rows]
-mark = {"package": "●", "formula": "○"}
-ax.set_yticks(range(len(rows)), [f"{r['library']}: {o} {mark[r['source']]}" for r, o in zip(rows, option)], fontsize=8)
+ax.set_yticks(range(len(rows)), names, fontsize=8)
 ax.set_xticks([0, 0.9], ["on-policy", "off-policy"])
 ax.xaxis.tick_top()
 ax.set(xlim=(-0.06, 1.85), ylim=(len(rows) - 0.5, -0.5))
 ax.grid(False)
-breaks = [y - 0.5 for y in range(1, len(rows)) if rows[y]["library"] != rows[y - 1]["library"]]
 ax.hlines(breaks, -0.06, 1.85, lw=0.5, color="#999999")
 ax.tick_params(length=0)
 ax.spines[["left", "bottom"]].set_visible(False)
-counts = {s: sum(r["source"] == s for r in rows) for s in ("package", "formula")}
 fg.save(
     fig,
     "09_audit",
@@ -226,8 +225,8 @@ fg.save(
         "device": "cpu",
         "dtype": "float64",
         "notebook": "notebooks/09_audit.py",
-        "alt": f"A list of {len(rows)} KL terms with two columns of coloured dots. On-policy "
-        f"{always} of them follow R_seq in every case; off-policy none does.",
+        "alt": f"A list of {len(rows)} KL terms with two columns of coloured dots. On-policy {always} of them follow "
+        "R_seq in every case; off-policy none does.",
     },
     FIGURES,
 )

@@ -82,10 +82,10 @@ def test_without_the_ratios_a_name_is_right_on_policy_only():
 
 
 @pytest.mark.parametrize(
-    "name, size", [("sequence", 2), ("reward-to-go", 2), ("reward-to-go-k3", 2), ("reward-to-go", 3)]
+    "name, size, off_policy",
+    [("sequence", 2, False), ("reward-to-go", 2, True), ("reward-to-go-k3", 2, False), ("reward-to-go", 3, False)],
 )
-def test_leave_one_out_in_batches(name, size):
-    off_policy = size == 2
+def test_leave_one_out_in_batches(name, size, off_policy):
     assert audit(named(name, off_policy, size), expect="R_seq", off_policy=off_policy, batch_size=size).holds
 
 
