@@ -208,8 +208,12 @@ def prompt(record: dict, tokenizer) -> str:
     r"""The text that the model continues, for `models.encode`.
 
     With a chat template: one user message, the problem and the request to box the answer, and the assistant's turn
-    opened. Without: the problem and a newline, as `arithmetic` solutions follow it in training.
+    opened. Without: the problem and a newline, as `arithmetic` solutions follow it in training. If the record has
+    "examples" (other records): a plain text of them with their boxed answers, for models that follow no request.
     """
+    if examples := record.get("examples"):
+        shown = "".join(f"Problem: {r['problem']}\nAnswer: $\\boxed{{{answer(r)}}}$\n\n" for r in examples)
+        return f"{shown}Problem: {record['problem']}\nAnswer:"
     if not tokenizer.chat_template:
         return record["problem"] + "\n"
     request = record["problem"] + "\n\n" + r"Reason step by step, and put your final answer within \boxed{}."

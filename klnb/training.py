@@ -26,6 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from klnb import tasks
+from klnb.estimators import k1, k2, k3
 from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
 from klnb.models import completion_logits, encode, eos_ids, load, rollout
 from klnb.paths import ROOT
@@ -33,12 +34,16 @@ from klnb.stats import generator
 
 transformers.utils.logging.disable_progress_bar()  # of loading weights: each run does it twice
 SHOWN = 8  # sampled answers that a run's record keeps
-CODE = ("estimators", "losses", "models", "stats", "tasks", "training")  # a run is done again when one of them changes
+# a run is done again when one of these changes
+CODE = ("estimators", "losses", "models", "stats", "tasks", "training", "verifier")
 GIVEN = ("policy", "ref", "name", "seed", "steps")  # settings of a run that have no default
 DEFAULTS = {
     "task": "arithmetic",  # or "math": MATH's records, from data_dir or the hub
     "data_dir": None,
     "levels": None,  # of MATH's problems
+    "longest": None,  # characters that a MATH problem may have
+    "examples": 0,  # MATH: training problems with their answers that go before each problem
+    "record": False,  # keep every sample that a step trains on
     "problems": 2000,  # for training, and as many for evaluation: by split, never the same
     "policy_layers": None,  # keep the first so many blocks
     "ref_layers": None,
@@ -139,35 +144,42 @@ def evaluate(policy, ref, tokenizer, records, swapped_batch, s, source, barred) 
 
     kl, swapped: KL(π‖π_ref) and, on the reference's samples `swapped_batch`, KL(π_ref‖π): nats a sequence, from sums
     over the whole vocabulary at every position. length: tokens. entropy: nats a token. distinct: the share of a
-    prompt's samples that differ. accuracy: mean reward.
+    prompt's samples that differ. accuracy: mean reward. k1, k2, k3: the estimates of KL(π‖π_ref) from the samples.
     """
     batch = sample(policy, tokenizer, records, s, source, barred)
     batch["reward"], texts = rewards(batch, tokenizer, records, s)
-    values = []
-    for part, other in zip(_parts(batch, s), _parts(swapped_batch, s), strict=True):
-        logp, ref_logp, other_logp, other_ref = (
-            completion_logits(model, *_where(b), temperature=s["temperature"], barred=barred).log_softmax(-1)
-            for b in (part, other)
-            for model in (policy, ref)
-        )
-        mask, chosen = part["mask"], part["completion"].unsqueeze(-1)
-        values.append(
-            {
-                "kl": _full_kl(logp, ref_logp, mask),
-                "swapped": _full_kl(other_ref, other_logp, other["mask"]),
-                "length": mask.sum(1),
-                "entropy": _full_kl(logp, torch.zeros_like(logp), mask).neg() / mask.sum(1),
-                "accuracy": part["reward"],
-                "logp": (logp.gather(-1, chosen).squeeze(-1) * mask).sum(1),
-                "ref_logp": (ref_logp.gather(-1, chosen).squeeze(-1) * mask).sum(1),
-            }
-        )
-    rows = {k: torch.cat([v[k] for v in values]).double().cpu() for k in values[0]}
-    shown = [{"text": t} | {k: rows[k][i].item() for k in rows if k != "swapped"} for i, t in enumerate(texts[:SHOWN])]
+    rows = measure(policy, ref, batch, s, barred)
+    rows["swapped"] = measure(ref, policy, swapped_batch, s, barred)["kl"]
+    shown = _listed(texts[:SHOWN], {k: x for k, x in rows.items() if k != "swapped"})
     prompts = {k: rows[k].unflatten(0, (-1, s["group"])).mean(1) for k in rows if "logp" not in k}
     groups = (batch["completion"] * batch["mask"].long()).unflatten(0, (-1, s["group"])).tolist()
     prompts["distinct"] = torch.tensor([len(set(map(tuple, g))) / len(g) for g in groups], dtype=torch.float64)
     return {k: [v.mean().item(), (v.std() / len(v) ** 0.5).item()] for k, v in prompts.items()}, shown
+
+
+@torch.no_grad()
+def measure(policy, ref, batch, s, barred) -> dict:
+    """Of each row of a batch, float64 [B]: kl, KL(π‖π_ref) in nats as `evaluate` has it, for rows sampled from the
+    policy; k1, k2, k3, its estimates from the row's tokens alone, summed; log-probs; length, entropy and reward."""
+    found = []
+    for part in _parts(batch, s):
+        logp, ref_logp = (
+            completion_logits(model, *_where(part), temperature=s["temperature"], barred=barred).log_softmax(-1)
+            for model in (policy, ref)
+        )
+        mask, chosen = part["mask"], part["completion"].unsqueeze(-1)
+        own, other = (x.gather(-1, chosen).squeeze(-1) for x in (logp, ref_logp))
+        ratio = own - other
+        of_tokens = {"logp": own, "ref_logp": other, "k1": k1(ratio), "k2": k2(ratio), "k3": k3(ratio)}
+        row = {name: (x * mask).sum(1) for name, x in of_tokens.items()} | {"length": mask.sum(1)}
+        row |= {"kl": _full_kl(logp, ref_logp, mask), "entropy": -_full_kl(logp, torch.zeros_like(logp), mask)}
+        row["entropy"] = row["entropy"] / row["length"]
+        found.append(row | ({"accuracy": part["reward"]} if "reward" in part else {}))
+    return {k: torch.cat([row[k] for row in found]).double().cpu() for k in found[0]}
+
+
+def _listed(texts, rows):
+    return [{"text": text} | {k: x[i].item() for k, x in rows.items()} for i, text in enumerate(texts)]
 
 
 def _where(batch):
@@ -186,7 +198,8 @@ def _full_kl(logp, other, mask):
 
 
 def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
-    """One run with the settings s over DEFAULTS: {"steps": {quantity: [one per step]}, "evals": [...], "samples": ...}.
+    """One run with the settings s over DEFAULTS: {"steps": {quantity: [one per step]}, "evals": [...], "samples": ...,
+    "rows": what `measure` says of every sample trained on, if s["record"] and s["reward"]}.
 
     Its randomness is a function of the seed, the purpose and the step, the same for all estimators: runs with the same
     seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there.
@@ -204,7 +217,7 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     loss_of = partial(objective, policy, ref, name=s["name"], beta=s["beta"], group=s["group"],
                       temperature=s["temperature"], barred=barred)  # fmt: skip
     cast = partial(torch.autocast, torch.device(s["device"]).type, torch.bfloat16, enabled=s["dtype"] == "bfloat16")
-    run = {"done": 0, "steps": {}, "evals": [], "samples": {}}
+    run = {"done": 0, "steps": {}, "evals": [], "samples": {}, "rows": []}
     if checkpoint and checkpoint.exists():
         state = torch.load(checkpoint, map_location=s["device"], weights_only=True)
         if state["key"] == key(s):
@@ -228,8 +241,12 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
             batch = sample(policy, tokenizer, chosen, s, generator(s["seed"], f"rollout/{i}"), barred)
             row = {"length": batch["mask"].sum(1).mean().item()}
             if s["reward"]:
-                batch["reward"], _ = rewards(batch, tokenizer, chosen, s)
+                batch["reward"], texts = rewards(batch, tokenizer, chosen, s)
                 row["reward"] = batch["reward"].mean().item()
+            if s["reward"] and s["record"]:
+                kept = _listed(texts, measure(policy, ref, batch, s, barred))
+                names = [{"step": i, "problem": r["problem"], "answer": tasks.answer(r)} for r in chosen]
+                run["rows"] += [names[j // s["group"]] | row for j, row in enumerate(kept)]
             optimizer.param_groups[0]["lr"] = s["lr"] * (1 - i / s["steps"])
             row |= step(policy, optimizer, batch, loss_of, chunks=s["chunks"], clip=s["clip"])
         for quantity, value in row.items():
@@ -240,7 +257,7 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     of_rows = [{"problem": r["problem"], "answer": tasks.answer(r)} for r in held for _ in range(s["group"])]
     ends = [run["samples"][str(run["evals"][at]["step"])] for at in (0, -1)]
     samples = [row | {"before": first, "after": last} for row, first, last in zip(of_rows, *ends)]
-    return {"steps": run["steps"], "evals": run["evals"], "samples": samples}
+    return {"steps": run["steps"], "evals": run["evals"], "samples": samples, "rows": run["rows"]}
 
 
 problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
@@ -256,7 +273,12 @@ def _records(s, split, count):
     if s["task"] == "arithmetic":
         return problems(count, split=split)
     records = tasks.math_records(split, data_dir=s["data_dir"], levels=s["levels"])
-    return [records[i] for i in torch.randperm(len(records), generator=generator(0, f"records/{split}"))[:count]]
+    records = [r for r in records if s["longest"] is None or len(r["problem"]) <= s["longest"]]
+    records = [records[i] for i in torch.randperm(len(records), generator=generator(0, f"records/{split}"))[:count]]
+    if s["examples"]:
+        shown = _records(s | {"examples": 0}, "train", s["examples"])  # the first; they are not trained on
+        records = [r | {"examples": shown} for r in records if r not in shown]
+    return records
 
 
 # Many runs ------------------------------------------------------------------------------------------------------------

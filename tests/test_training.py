@@ -352,3 +352,37 @@ def test_command_lines_make_models_and_runs(tmp_path, capsys):
     assert sorted(f.name for f in (tmp_path / "k1").iterdir()) == ["beta1-seed0.json", "beta1-seed1.json"]
     done = json.loads((tmp_path / "k1/beta1-seed0.json").read_text())["settings"]
     assert done["steps"] == 1 and done["lr"] == 0.25 and done["prompts"] == SMALL["prompts"]
+
+
+def test_math_prompts_hold_examples_that_are_not_trained_on(tmp_path, s):
+    for split in ("train", "test"):
+        lines = [{"id": f"{split}/{i}", "problem": f"{split} {i}?" + "!" * i, "level": f"Level {1 + i % 2}",
+                  "type": "T", "solution": rf"\boxed{{{i}}}"} for i in range(12)]  # fmt: skip
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    s = s | {"task": "math", "data_dir": str(tmp_path), "levels": [1], "longest": 16, "examples": 2}
+    records, held = (training._records(s, split, 9) for split in ("train", "test"))  # 0, 2, 4, 6, 8; 10 is too long
+    shown = records[0]["examples"]
+    assert len(shown) == 2 and {r["id"] for r in records + shown} == {f"train/{i}" for i in (0, 2, 4, 6, 8)}
+    assert not {r["id"] for r in records} & {r["id"] for r in shown}
+    assert all(r["examples"] == shown for r in records + held) and len(held) == 5  # all but "test 10?!!…"
+    first, second = shown
+    assert tasks.prompt(records[0], tasks.arithmetic_tokenizer()) == (
+        f"Problem: {first['problem']}\nAnswer: $\\boxed{{{tasks.answer(first)}}}$\n\n"
+        f"Problem: {second['problem']}\nAnswer: $\\boxed{{{tasks.answer(second)}}}$\n\n"
+        f"Problem: {records[0]['problem']}\nAnswer:"
+    )
+
+
+def test_record_keeps_what_a_step_trains_on(s):
+    s = s | {"name": "k2", "reward": True, "record": True, "steps": 2}
+    run = training.train(s)
+    rows = run["rows"]
+    assert len(rows) == 2 * s["prompts"] * s["group"] and {r["step"] for r in rows} == {0, 1}
+    for i in (0, 1):
+        of_step = [r for r in rows if r["step"] == i]
+        for quantity, of_rows in (("reward", "accuracy"), ("length", "length")):
+            assert sum(r[of_rows] for r in of_step) / len(of_step) == pytest.approx(run["steps"][quantity][i])
+    for r in rows:
+        assert r["k1"] == pytest.approx(r["logp"] - r["ref_logp"], abs=1e-4) and r["k2"] >= 0 and r["k3"] >= 0
+        assert tasks.last_boxed(r["text"]) == r["answer"] or r["accuracy"] == 0
+    assert training.train(s | {"record": False}) == run | {"rows": []}  # recording changes nothing
