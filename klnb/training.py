@@ -245,8 +245,8 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
                 row["reward"] = batch["reward"].mean().item()
             if s["reward"] and s["record"]:
                 kept = _listed(texts, measure(policy, ref, batch, s, barred))
-                names = [{"step": i, "problem": r["problem"], "answer": tasks.answer(r)} for r in chosen]
-                run["rows"] += [names[j // s["group"]] | row for j, row in enumerate(kept)]
+                asked = [{"step": i, "prompt": tasks.prompt(r, tokenizer), "answer": tasks.answer(r)} for r in chosen]
+                run["rows"] += [asked[j // s["group"]] | row for j, row in enumerate(kept)]
             optimizer.param_groups[0]["lr"] = s["lr"] * (1 - i / s["steps"])
             row |= step(policy, optimizer, batch, loss_of, chunks=s["chunks"], clip=s["clip"])
         for quantity, value in row.items():
