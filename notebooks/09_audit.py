@@ -20,7 +20,7 @@
 # %%
 import json
 import re
-import sys
+import runpy
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -32,9 +32,6 @@ from klnb.estimators import k1, k2, k3
 from klnb.losses import kl_loss
 from klnb.paths import PUBLISHED, ROOT
 
-sys.path.insert(0, str(ROOT / "examples"))
-from audit_libraries import TERMS, label, row, run
-
 # %% tags=["parameters"]
 packages = False  # run the libraries' own code here; needs the environment of `make test-audit`
 only = []  # names of libraries; empty: all
@@ -44,6 +41,8 @@ figures = "figures"
 # %%
 fg.style()
 RESULTS, FIGURES = ROOT / results, ROOT / figures
+libraries = runpy.run_path(str(ROOT / "examples/audit_libraries.py"))
+TERMS, label, row, run = (libraries[name] for name in ("TERMS", "label", "row", "run"))
 terms = [t for t in TERMS if not only or t.library in only]
 print(f"{packages=} {only=}: {len(terms)} KL terms of {len({t.library for t in terms})} libraries")
 
