@@ -2,13 +2,16 @@
 
 import json
 import math
+import re
+import runpy
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
-from klnb import cli, kl_loss
+from klnb import cli, kl_loss, paths
 from klnb.auditing import FROM_MU, INVERSE, LENGTH, TO_MU, AuditError, audit, audit_reward
 from klnb.estimators import k1, k2, k3
 
@@ -458,3 +461,32 @@ def test_command_line_finds_the_module_in_the_current_folder(project):
         cwd=project, capture_output=True, text=True,
     )  # fmt: skip
     assert run.returncode == 1 and "does NOT hold" in run.stdout
+
+
+# ---- the libraries: what runs without them (the rest is tests_audit/)
+def test_the_published_audit_is_complete():
+    libraries = runpy.run_path(str(paths.ROOT / "examples/audit_libraries.py"))
+    published = json.loads((paths.PUBLISHED / "audit.json").read_text())
+    known = {"made_by", "commit", "date", "versions", "python", "device", "dtype", "seed", "code_sha256", "code"}
+    assert set(published["provenance"]) == known | {"params_sha256"} and all(published["provenance"].values())
+    rows = {(r["library"], r["version"], r["option"], r["source"]): r for r in published["rows"]}
+    assert len(rows) == len(published["rows"])
+    expected = {(t.library, t.version, t.option, t.source): (t.on, t.off) for t in libraries["TERMS"]}
+    assert {k: (r["on_policy"], r["off_policy"]) for k, r in rows.items()} == expected
+
+
+def test_the_example_on_the_page_what_to_set(monkeypatch):
+    page = (paths.ROOT / "site/what_to_set.md").read_text()
+    (example,) = re.findall(r"^```python\n(import klnb\nimport pytest.*?)^```", page, re.S | re.M)
+    trainer = types.ModuleType("my_trainer")
+    trainer.kl_term = named("reward-to-go", behavior=True)
+    monkeypatch.setitem(sys.modules, "my_trainer", trainer)
+    names = {}
+    exec(example, names)
+    tests = [f for n, f in names.items() if n.startswith("test_")]
+    for test in tests:
+        test()
+    trainer.kl_term = named("k2")
+    with pytest.raises(AuditError):
+        exec(example, names)
+        names["test_the_kl_term_follows_the_kl"]()
