@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from statistics import median
 
 import nbformat
 
@@ -267,6 +268,10 @@ _EXPECTED = (
      lambda r: r["reward_at_1_nat"]),
     ("05_sequences", "curl of R_tok and of F_tok, full-history tables (0 for a gradient): {:.2f} and {:.2f}",
      lambda r: [r["cases"][f]["full history"] for f in ("R_tok", "F_tok")]),
+    ("06_off_policy", "after {} inner updates, reward-to-go without a ratio is off by {:.0%} of R_seq (median)",
+     lambda r: [r["sweep"]["updates"][-1], median(pair[-1] for pair in r["sweep"]["no ratio: reward-to-go"])]),
+    ("09_audit", "{} of {} KL terms of libraries follow R_seq on-policy in every case, {} off-policy",
+     lambda r: [sum(t["on_policy"] == "R_seq" for t in r), len(r), sum(t["off_policy"] == "R_seq" for t in r)]),
 )  # fmt: skip
 
 
