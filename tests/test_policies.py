@@ -53,11 +53,11 @@ def test_counts_of_sequences():
 @pytest.mark.parametrize("table", policies.TABLES)
 @pytest.mark.parametrize("eos", [None, 0])
 def test_sampling_frequencies(table, eos):
-    """20,000 draws: each of ≤ 9 frequencies within 5 standard errors; false alarm below 9 · 6e-7 = 5e-6 a table."""
-    policy, n = policies.random(3, 2, table, eos, 1.0, rng(3)), 20_000
+    """20,000 draws: each of ≤ 27 frequencies within 5 standard errors; false alarm below 27 · 6e-7 = 2e-5 a table."""
+    policy, n = policies.random(3, 3, table, eos, 1.0, rng(3)), 20_000
     p = brute.Policy(policy)
     tokens, mask = policy.sample(n, rng(4))
-    assert tokens.shape == mask.shape == (n, 2) and mask.dtype == torch.float64
+    assert tokens.shape == mask.shape == (n, 3) and mask.dtype == torch.float64
     counts = Counter(tuple(row[: int(m)]) for row, m in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True))
     for y in p.sequences():
         assert abs(counts[y] / n - p.prob(y)) < 5 * math.sqrt(p.prob(y) * (1 - p.prob(y)) / n)

@@ -288,7 +288,8 @@ GOOD = {"logits": draw(2, 3, 5), "tokens": ids(2, 3, below=5), "temperature": 1.
         ({"tokens": GOOD["tokens"][0]}, ValueError, "tokens"),
         ({"logits": GOOD["logits"][0]}, ValueError, "logits|tokens"),
         ({"tokens": GOOD["tokens"] - 5}, ValueError, r"tokens: expected ids in 0..4; padding needs a valid id too"),
-        ({"tokens": GOOD["tokens"] + 5}, ValueError, "tokens: expected ids in 0..4"),
+        ({"tokens": torch.full((2, 3), 5)}, ValueError, "tokens: expected ids in 0..4"),
+        ({"tokens": torch.full((2, 3), -1)}, ValueError, "tokens: expected ids in 0..4"),
     ],
 )
 def test_bad_input(change, error, message):
