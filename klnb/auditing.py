@@ -60,8 +60,8 @@ class AuditReport:
     """What a KL term follows. `str()` is the text, a notebook shows a table, `to_dict()` is what JSON can hold.
 
     verdict: one line in words. rows: one dict per case, with keys policy ("on-policy", "off-policy"), pairs ("near",
-    "far"), length ("fixed", "variable"), padding ("none", "longest row", "T"), follows, coefficients {field: number},
-    residual (relative to ‖g‖), and with an expectation also coefficient, holds. notes: what else was seen, by name.
+    "far"), length ("fixed", "variable"), padding ("none", "longest row", "T"), follows, text, coefficients {field:
+    number}, residual (relative to ‖g‖), with an expectation also coefficient, holds. notes: what else was seen.
     advice: what to write instead. expect, holds: the expectation and whether every case meets it (None without one).
     """
 
