@@ -45,6 +45,12 @@ test-site: site  ## every page of the tutorial in headless Chromium, offline (De
 	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -q -r site/requirements.txt
 	$(PY) -m pytest tests_site
 
+# without DATA_DIR the problems come from the hub
+math-demo: $(READY)  ## two steps of RL with SmolLM2-135M on MATH (minutes): make math-demo DATA_DIR=path/to/math
+	$(PY) -m klnb.nbrun notebooks/08_math_reward.py -o build/nb/math-demo.ipynb --params params.yaml --section math_demo \
+	  --results results/math-demo --data_dir "$(if $(DATA_DIR),$(abspath $(DATA_DIR)))"
+	@echo "executed notebook: build/nb/math-demo.ipynb; every sample: results/math-demo/08_math_reward.json"
+
 lab: $(READY)  ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks
 

@@ -31,7 +31,8 @@ HEADER = """# ---
 MAY_IMPORT = {
     "paths": "", "estimators": "", "policies": "", "stats": "", "verifier": "", "exact": "policies",
     "losses": "estimators", "figures": "paths stats", "nbrun": "paths", "auditing": "estimators exact policies",
-    "models": "losses paths", "tasks": "paths stats verifier models", "training": "losses models paths stats tasks",
+    "models": "losses paths", "tasks": "paths stats verifier models",
+    "training": "estimators losses models paths stats tasks",
     "comparing": "losses models stats", "cli": "auditing", "__init__": "",
 }  # fmt: skip
 ONLY_TORCH = ("estimators", "losses", "exact")  # outside klnb and the standard library
@@ -138,6 +139,8 @@ def check_parameters(root):
             if unknown:
                 yield f"params.yaml, {section}: {notebook} has no parameter {unknown}"
     used |= set(re.findall(r"\$\{(\w+)", (root / "dvc.yaml").read_text()))
+    if (root / "Makefile").exists():  # make math-demo
+        used |= set(re.findall(r"--section (\w+)", (root / "Makefile").read_text()))
     if left := sorted(set(sections) - used):
         yield f"params.yaml: no stage uses {left}"
     if set(sections.get("smoke") or {}) != {s.stem for s in scripts(root)}:
