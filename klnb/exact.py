@@ -222,7 +222,7 @@ def _cotangents(loss_fn, batch):
 
 def check_loss(loss):
     """ValueError unless `loss` is a finite scalar tensor with a gradient."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    if not isinstance(loss, Tensor) or loss.ndim:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"loss: expected a scalar tensor, got {got}")
     if not loss.requires_grad:

@@ -299,7 +299,7 @@ def test_bad_input():
     "fn, message",
     [
         (lambda logp, *_: logp.detach().sum(), "loss: carries no gradient"),
-        (lambda logp, *_: logp.sum(1), r"loss: expected a scalar tensor, got shape \[1\]|got shape"),
+        (lambda logp, *_: logp.sum(1), r"loss: expected a scalar tensor, got shape \[[12]\]"),
         (lambda logp, *_: 1.0, "loss: expected a scalar tensor, got float"),
         (lambda logp, *_: logp.sum() * math.nan, "loss: expected a finite value, got nan"),
         (lambda logp, *_: logp.sum() + math.inf, "loss: expected a finite value, got inf"),
