@@ -299,7 +299,7 @@ def test_bad_input():
     "fn, message",
     [
         (lambda logp, *_: logp.detach().sum(), "loss: carries no gradient"),
-        (lambda logp, *_: logp.sum(1), r"loss: expected a scalar tensor, got shape \[[12]\]"),
+        (lambda logp, *_: logp.sum(1), r"loss: expected a scalar tensor, got shape \[1\]"),
         (lambda logp, *_: 1.0, "loss: expected a scalar tensor, got float"),
         (lambda logp, *_: logp.sum() * math.nan, "loss: expected a finite value, got nan"),
         (lambda logp, *_: logp.sum() + math.inf, "loss: expected a finite value, got inf"),
@@ -308,7 +308,7 @@ def test_bad_input():
 def test_bad_losses(fn, message):
     case = CASES[0]
     with pytest.raises(ValueError, match=message):
-        exact.expected_gradient(lambda a, b, c, d: fn(a, b, c, d), case.policy, case.ref, batch_size=2)
+        exact.expected_gradient(fn, case.policy, case.ref)
 
 
 # ---- optima, one position ----
