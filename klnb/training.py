@@ -308,7 +308,7 @@ def sweep(runs: dict, folder: Path, processes: int = 1) -> list[dict]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    for file in folder.glob("beta*-seed*.json*"):
+    for file in [*folder.glob("beta*-seed*.json*"), *folder.glob(".beta*-seed*.json*")]:  # the latter: cut in a write
         if file.name.removesuffix(".checkpoint") not in runs:
             file.unlink()
     keys = {f: json.loads((folder / f).read_text())["key"] for f in runs if (folder / f).exists()}

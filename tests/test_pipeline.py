@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "comparing": "losses models stats", "cli": "auditing", "__init__": "",
 }  # fmt: skip
 ONLY_TORCH = ("estimators", "losses", "exact")  # outside klnb and the standard library
-CODE_LINES = 1600
+CODE_LINES = 2050
 
 
 def yaml(file):
@@ -133,7 +133,9 @@ def check_parameters(root):
         if "klnb.nbrun" in words and stage.get("params", []) != given:
             yield f"stage {name}: params are {stage.get('params', [])}, its command reads {given}"
         for section in given:
-            notebook = next(w for w in words if w.startswith("notebooks/"))
+            notebook = next((w for w in words if w.startswith("notebooks/")), None)
+            if notebook is None:  # a section that a tool or a module reads
+                continue
             known = nbrun.parameters(nbrun.load(root / notebook))[1]
             unknown = sorted(set(sections.get(section, {"the section itself": 0})) - set(known))
             if unknown:

@@ -270,6 +270,7 @@ def test_sweep_makes_what_is_missing_and_deletes_what_is_not_asked_for(s, tmp_pa
     training.sweep(training.specs(s, [0, 1], "k2"), tmp_path)
     kept = (tmp_path / "beta1-seed0.json").stat()
     (tmp_path / "beta1-seed7.json.checkpoint").write_text("of a seed that is gone")
+    (tmp_path / ".beta1-seed0.json.123").write_text("cut in the middle of a wri")
     (tmp_path / "notes.txt").write_text("not ours")
     runs = training.sweep(training.specs(s, [0, 2], "k2"), tmp_path)
     assert made == ["beta1-seed0.json", "beta1-seed1.json", "beta1-seed2.json"]

@@ -1,0 +1,291 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Distillation of a language model: which divergence went down?
+#
+# **Claim.** A student that minimises $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ to its teacher, on its own samples,
+# gets closest with the sequence-level gradient and a baseline. k1 as a loss does not train; k3 as a loss works on the
+# other divergence, $\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$.
+#
+# This follows Figure 8 and §5.2 of Tang & Munos ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477)) at a scale that
+# any laptop can repeat: a teacher and a smaller student that the pipeline itself trained on sums and differences with
+# worked steps. Here the reference $\pi_{\mathrm{ref}}$ is the teacher. The runs are made by the stages before this one
+# (minutes); this notebook reads them (seconds), and makes those that are missing.
+
+# %%
+import inspect
+import json
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from klnb import figures as fg
+from klnb import tasks, training
+from klnb.paths import PUBLISHED, ROOT
+from klnb.stats import generator, interval, paired
+
+# %% tags=["parameters"]
+scale = "tiny"  # "smoke": models that have learnt nothing, all made here
+names = ["k1", "k2", "k3", "sequence", "reward-to-go", "reward-to-go-k3", "rao-blackwell"]
+variable_names = ["k2", "k3", "reward-to-go"]
+seeds = [0, 1, 2, 3, 4, 5]
+train = {}  # settings of all runs
+rates = {}  # learning rate of each estimator
+variable = {}  # what differs where completions may end
+results = "results"
+figures = "figures"
+
+# %%
+fg.style()
+RESULTS, FIGURES = ROOT / results, ROOT / figures
+RUNS = Path(tempfile.mkdtemp()) if scale == "smoke" else RESULTS
+print(f"{scale=} {names=} {seeds=}\n{train=}\n{rates=}\n{variable_names=} {variable=}")
+
+# %% [markdown]
+# ## Teacher, student, problems
+#
+# Problems such as these, with operands of two and three digits, two operations, and the work in columns: each row is
+# written from its units digit on. Both models learnt from the same problems; the student is smaller and was stopped
+# early, when it wrote out about a quarter of held-out solutions without an error.
+
+
+# %%
+if scale == "smoke":
+    reached, tokenizer = {}, tasks.arithmetic_tokenizer()
+    for role, width in (("policy", 8), ("ref", 16)):
+        model = training.new_model(tokenizer, generator(0, role), width=width, layers=1)
+        model.save_pretrained(RUNS / role), tokenizer.save_pretrained(RUNS / role)
+        reached[role] = {"parameters": model.num_parameters(), "steps": 0, "accuracy": 0.0, "greedy": 0.0}
+    train = train | {role: str(RUNS / role) for role in ("policy", "ref")}
+else:
+    reached = json.loads((ROOT / train["ref"]).with_name("models.json").read_text())
+for role, row in reached.items():
+    print("{}: {parameters:,} weights, {steps} steps of training, right answers on held-out problems {accuracy:.1%}, "
+          "greedy {greedy:.1%}".format(role, **row))  # fmt: skip
+if scale == "tiny":
+    assert reached["teacher"]["accuracy"] >= 0.8 and 0.1 <= reached["student"]["accuracy"] <= 0.6
+
+# %% [markdown]
+# ## The loop
+#
+# One loop serves distillation and, in the [next chapter](08_math_reward), reward maximisation. A step samples
+# completions from the policy afresh (on-policy: full distribution, no top-p or top-k), then takes one step on this
+# loss, which sums over tokens and averages over sequences; there is no dropout, and the logits of both models are
+# divided by the same temperature:
+
+# %%
+print(inspect.getsource(training.objective))
+
+# %% [markdown]
+# and this is the step. The gradient is clipped by its norm, after it was measured. The batch goes through the model in
+# parts of whole groups, from whose spread the variance of the gradient can be told without further samples:
+
+# %%
+print(inspect.getsource(training.step))
+train = training.DEFAULTS | train
+print("settings:", json.dumps(train, indent=1))
+
+# %% [markdown]
+# ## Main panel: completions of fixed length
+#
+# EOS and padding are barred in both models, so that all completions have as many tokens as a worked solution. That
+# keeps one way to a small KL out of the game, which the second panel shows: ending early.
+
+
+# %%
+def runs(folder, name, **changes):
+    """Records of one estimator's runs, made where they are missing."""
+    settings = train | changes | ({"lr": rates[name]} if name in rates else {})
+    return training.sweep(training.specs(settings, seeds, name), RUNS / folder / name)
+
+
+def curves(records):
+    """{metric: [seeds, evaluations]}"""
+    metrics = records[0]["evals"][0].keys() - {"step"}
+    return {m: np.array([[e[m][0] for e in r["evals"]] for r in records]) for m in metrics}
+
+
+fixed = {name: runs("07_distillation", name) for name in names}
+steps = [e["step"] for e in fixed[names[0]][0]["evals"]]
+data = {name: curves(records) for name, records in fixed.items()}
+errors = {m: np.mean([e[m][1] for records in fixed.values() for r in records for e in r["evals"]]) for m in data["k1"]}
+print("mean standard error of one evaluation:", {m: float(f"{e:.2g}") for m, e in sorted(errors.items())})
+
+# %%
+METRICS = {"kl": "KL(π‖π_ref)", "swapped": "KL(π_ref‖π)", "accuracy": "accuracy", "entropy": "entropy, nats a token",
+           "distinct": "distinct samples", "length": "length"}  # fmt: skip
+
+
+def table(data):
+    """Mean over seeds at the last evaluation ± half of its 95% Student-t interval."""
+    cell = "{0:.3g} ± {1:.2g}".format
+    rows = {"start": {text: cell(interval(data[next(iter(data))][m][:, 0])[0], 0) for m, text in METRICS.items()}}
+    for name, c in data.items():
+        ends = {text: interval(c[m][:, -1]) for m, text in METRICS.items()}
+        rows[name] = {text: cell(mean, mean - low) for text, (mean, low, _) in ends.items()}
+    return pd.DataFrame(rows).T
+
+
+table(data)
+
+# %% [markdown]
+# ## What the intervals say
+#
+# Differences at the end of training between runs with the same seed, so with the same start and the same prompts: mean
+# and 95% Student-t interval. A sentence is printed as true only where the interval leaves out 0.
+
+# %%
+end = {name: {m: c[m][:, -1] for m in METRICS} for name, c in data.items()}
+start = {m: data[names[0]][m][:, 0] for m in METRICS}
+CLAIMS = [("target KL: reward-to-go below k2", end["k2"]["kl"], end["reward-to-go"]["kl"]),
+          ("target KL: reward-to-go below k3", end["k3"]["kl"], end["reward-to-go"]["kl"]),
+          ("target KL: k2 below k3", end["k3"]["kl"], end["k2"]["kl"]),
+          ("target KL: k1 above its start", end["k1"]["kl"], start["kl"]),
+          ("target KL: rao-blackwell below reward-to-go", end["reward-to-go"]["kl"], end["rao-blackwell"]["kl"]),
+          ("target KL: reward-to-go below sequence", end["sequence"]["kl"], end["reward-to-go"]["kl"]),
+          ("target KL: reward-to-go below reward-to-go-k3", end["reward-to-go-k3"]["kl"], end["reward-to-go"]["kl"]),
+          *((f"swapped KL: k3 below {name}", end[name]["swapped"], end["k3"]["swapped"])
+            for name in names if name != "k3")]  # fmt: skip
+
+
+# %%
+def verdict(difference):
+    return "yes" if difference["low"] > 0 else "NO, the opposite" if difference["high"] < 0 else "undecided"
+
+
+claims = {claim: paired(above, below) for claim, above, below in CLAIMS}
+for claim, d in claims.items():
+    print("{}: {} (by {mean:.3g}, interval {low:.3g} to {high:.3g}, n = {n})".format(claim, verdict(d), **d))
+
+# %%
+noise = {}
+for name, records in fixed.items():
+    norms, variances = (np.array([r["steps"][f"gradient_{k}"] for r in records]) for k in ("norm", "variance"))
+    noise[name] = {"norm": norms.tolist(), "variance": variances.tolist()}
+    print(f"{name}: gradient norm {norms[:, 0].mean():.3g} at the first step, {norms[:, -20:].mean():.3g} in the last "
+          f"20; share of the squared norm that is noise {(variances.sum() / (norms**2).sum()):.0%}")  # fmt: skip
+
+# %%
+RESULTS.mkdir(parents=True, exist_ok=True)
+kept = {"steps": steps, "seeds": seeds, "models": reached, "noise": noise, "standard_errors": errors,
+        "evaluations": {name: {m: c[m].tolist() for m in c} for name, c in data.items()},
+        "claims": {claim: d | {"verdict": verdict(d)} for claim, d in claims.items()}}  # fmt: skip
+weights = ", ".join("{} of {parameters:,} weights".format(role, **row) for role, row in reached.items())
+
+
+def caption(title, quantity, setting, count, alt):
+    return {
+        "title": title, "quantity": quantity,
+        "setting": f"{setting}; {weights}; {train['prompts']} prompts × {train['group']} completions a step, "
+                   f"{train['steps']} steps of Adam, learning rates from one grid on other seeds; leave-one-out "
+                   f"baselines where there are any; {train['eval_prompts']} held-out prompts an evaluation",
+        "seeds": ", ".join(map(str, seeds)), "n": f"{len(seeds)} runs for each of {count} estimators",
+        "centre": "mean over runs", "band": "95% Student-t interval of the mean; thin lines are runs",
+        "scale": scale, "device": "CPU, one thread a run", "dtype": "float32",
+        "notebook": "notebooks/07_distillation.py", "alt": alt,
+    }  # fmt: skip
+
+
+# %%
+fig, axes = plt.subplots(2, 1, figsize=(7, 6.4), sharex=True)
+for ax, metric in zip(axes, ("kl", "swapped")):
+    for name in names:
+        fg.curve(ax, steps, data[name][metric], name)
+    ax.set_yscale("log")
+    ax.set_xlim(0, steps[-1])
+    fg.label_ends(ax)
+axes[0].set_ylabel(r"$\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, nats a sequence")
+axes[1].set_ylabel(r"$\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$, nats a sequence")
+axes[1].set_xlabel("step")
+fg.save(fig, "07_distillation", caption(
+    "Distillation: the target and the swapped divergence under each estimator",
+    "KL(π‖π_ref) on samples of the student (top), KL(π_ref‖π) on samples of the teacher (bottom); full-vocabulary sums",
+    "completions of fixed length", len(names),
+    alt="Two panels of seven curves over training steps, one panel for each divergence."), FIGURES)
+
+# %% [markdown]
+# ## Besides the divergence
+#
+# A small KL can hide a policy that says one thing only. Entropy and the share of distinct samples tell:
+
+# %%
+fig, axes = plt.subplots(3, 1, figsize=(7, 7), sharex=True)
+for ax, metric in zip(axes, ("accuracy", "entropy", "distinct")):
+    for name in names:
+        fg.curve(ax, steps, data[name][metric], name)
+    ax.set_xlim(0, steps[-1])
+    ax.set_ylabel({"entropy": "entropy,\nnats a token", "distinct": "share of\ndistinct samples"}.get(metric, metric))
+    fg.label_ends(ax, gap=0.1)
+axes[-1].set_xlabel("step")
+fg.save(fig, "07_health", caption(
+    "What became of the student", "share of right answers, entropy, share of a prompt's samples that differ",
+    "completions of fixed length", len(names),
+    alt="Three panels of seven curves over training steps: accuracy, entropy and share of distinct samples."), FIGURES)
+
+# %% [markdown]
+# ## Second panel: completions that may end
+#
+# Now EOS is allowed. $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ over sequences then has a second, degenerate way
+# down: a completion that ends at once costs $-\log\pi_{\mathrm{ref}}(\mathrm{EOS})$ at its one token and nothing
+# after it. That is the right gradient of a target that has such an optimum, not an error of the estimator. The
+# per-token losses do not see what ending saves. Length and entropy tell the two apart.
+
+# %%
+ending = {name: runs("07_variable", name, **variable) for name in variable_names}
+loose = {name: curves(records) for name, records in ending.items()}
+loose_steps = [e["step"] for e in ending[variable_names[0]][0]["evals"]]
+kept["variable"] = {name: {m: c[m].tolist() for m in c} for name, c in loose.items()}
+for name, c in loose.items():
+    short = (c["length"][:, -1] < 0.5 * c["length"][:, 0]).sum()
+    print(f"{name}: {short} of {len(seeds)} runs ended with less than half the length they had at the start")
+table(loose)
+
+# %%
+shorter = paired(loose["k2"]["length"][:, -1], loose["reward-to-go"]["length"][:, -1])
+kept["claims"]["variable length: reward-to-go shorter than k2"] = shorter | {"verdict": verdict(shorter)}
+print("reward-to-go ends with shorter completions than k2: {} (by {mean:.3g} tokens, interval {low:.3g} to "
+      "{high:.3g})".format(verdict(shorter), **shorter))  # fmt: skip
+(RESULTS / "07_distillation.json").write_text(json.dumps(kept) + "\n")
+
+# %%
+fig, axes = plt.subplots(2, 2, figsize=(7, 5.2), sharex=True)
+for ax, metric in zip(axes.flat, ("kl", "length", "entropy", "accuracy")):
+    for name in variable_names:
+        fg.curve(ax, loose_steps, loose[name][metric], name)
+    ax.set(ylabel=METRICS[metric], xlim=(0, loose_steps[-1]))
+axes[0, 0].set(yscale="log", ylabel=r"$\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, nats a sequence")
+axes[0, 1].set(ylim=(0, None), ylabel="length, tokens")
+for ax in axes[1]:
+    ax.set_xlabel("step")
+handles, labels = axes[0, 0].get_legend_handles_labels()
+fig.legend(handles, labels, loc="outside upper center", ncols=3)
+fg.save(fig, "07_variable_length", caption(
+    "With completions that may end, a small divergence can be a short answer",
+    "KL(π‖π_ref) from full-vocabulary sums on the student's samples, length, entropy, share of right answers",
+    "EOS allowed", len(variable_names),
+    alt="Four panels over training steps, three curves each: target divergence, length, entropy, accuracy."), FIGURES)
+
+# %% [markdown]
+# ## Appendix: learning rates
+#
+# From one grid, on seeds that no figure uses; for each estimator the rate with the lowest mean target KL at the end.
+# `python tools/lr_grid.py` makes this table anew; the pipeline does not.
+
+# %%
+grid = pd.read_csv(PUBLISHED / "lr_grid.csv")
+print("seeds of the grid:", sorted(grid["seed"].unique().tolist()))
+grid.pivot_table(index="name", columns="lr", values="kl", sort=False).reindex(names).round(2)
+
+# %% [markdown]
+# ## Summary
+#
+# TODO
