@@ -3,7 +3,7 @@
 One convention throughout: prompts are left-padded, completions follow at once, so that position t of every completion
 is column P + t. `completion_logits(...)[b, t]` is the distribution that `completion[b, t]` was drawn from: shifted,
 divided by the temperature, barred ids at −inf. The sampler and the training step must see the same numbers: use the
-same temperature, barred ids, dtype and autocast in both, or the rollouts are off-policy (DESIGN §2.6).
+same temperature, barred ids, dtype and autocast in both, or the rollouts are off-policy.
 """
 
 import json
@@ -203,7 +203,7 @@ def rollout(
     """Sample completions: (completion, mask, logp) with T ≤ max_new_tokens, the longest row's length.
 
     Every token is drawn from the model's whole distribution at `temperature` (no top-p, no top-k: they would make the
-    log-probs those of another policy, DESIGN §2.6) without the `barred` ids. logp[b, t], float32, is the log-prob that
+    log-probs those of another policy) without the `barred` ids. logp[b, t], float32, is the log-prob that
     the sampler gave completion[b, t]: log μ of §2.6. A row ends with the first of the `eos` ids, which belongs to it;
     after it completion holds eos[0], mask and logp 0. A row that reaches max_new_tokens is cut and gets no EOS.
 

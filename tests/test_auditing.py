@@ -46,7 +46,7 @@ def follows(report, **where):
     return only
 
 
-# ---- every kl_loss name (the table of DESIGN §6: what each follows)
+# ---- every kl_loss name (what each follows)
 ON_POLICY = {
     "k1": "zero", "k2": "R_tok", "k3": "F_tok", "score": "R_tok", "sequence": "R_seq", "reward-to-go": "R_seq",
     "reward-to-go-k3": "R_seq",
