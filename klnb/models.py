@@ -204,7 +204,7 @@ def rollout(
 
     Every token is drawn from the model's whole distribution at `temperature` (no top-p, no top-k: they would make the
     log-probs those of another policy) without the `barred` ids. logp[b, t], float32, is the log-prob that
-    the sampler gave completion[b, t]: log μ of §2.6. A row ends with the first of the `eos` ids, which belongs to it;
+    the sampler gave completion[b, t]: log μ. A row ends with the first of the `eos` ids, which belongs to it;
     after it completion holds eos[0], mask and logp 0. A row that reaches max_new_tokens is cut and gets no EOS.
 
     Nothing carries a gradient. Randomness is `generator`'s alone: B·max_new_tokens uniform numbers (float64) whatever
