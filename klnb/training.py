@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -41,7 +42,8 @@ DEFAULTS = {
     "task": "arithmetic",  # or "math": MATH's records, from data_dir or the hub
     "data_dir": None,
     "levels": None,  # of MATH's problems
-    "longest": None,  # characters that a MATH problem may have
+    "longest": 10_000,  # characters that a MATH problem may have
+    "answers": ".*",  # regular expression of the MATH answers to keep
     "examples": 0,  # MATH: training problems with their answers that go before each problem
     "record": False,  # keep every sample that a step trains on
     "problems": 2000,  # for training, and as many for evaluation: by split, never the same
@@ -273,7 +275,7 @@ def _records(s, split, count):
     if s["task"] == "arithmetic":
         return problems(count, split=split)
     records = tasks.math_records(split, data_dir=s["data_dir"], levels=s["levels"])
-    records = [r for r in records if s["longest"] is None or len(r["problem"]) <= s["longest"]]
+    records = [r for r in records if len(r["problem"]) <= s["longest"] and re.fullmatch(s["answers"], tasks.answer(r))]
     records = [records[i] for i in torch.randperm(len(records), generator=generator(0, f"records/{split}"))[:count]]
     if s["examples"]:
         shown = _records(s | {"examples": 0}, "train", s["examples"])  # the first; they are not trained on

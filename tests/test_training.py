@@ -360,16 +360,15 @@ def test_math_prompts_hold_examples_that_are_not_trained_on(tmp_path, s):
         lines = [{"id": f"{split}/{i}", "problem": f"{split} {i}?" + "!" * i, "level": f"Level {1 + i % 2}",
                   "type": "T", "solution": rf"\boxed{{{i}}}"} for i in range(12)]  # fmt: skip
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    s = s | {"task": "math", "data_dir": str(tmp_path), "levels": [1], "longest": 16, "examples": 2}
-    records, held = (training._records(s, split, 9) for split in ("train", "test"))  # 0, 2, 4, 6, 8; 10 is too long
-    shown = records[0]["examples"]
-    assert len(shown) == 2 and {r["id"] for r in records + shown} == {f"train/{i}" for i in (0, 2, 4, 6, 8)}
-    assert not {r["id"] for r in records} & {r["id"] for r in shown}
-    assert all(r["examples"] == shown for r in records + held) and len(held) == 5  # all but "test 10?!!…"
-    first, second = shown
+    s = s | {"task": "math", "data_dir": str(tmp_path), "levels": [1], "longest": 16, "answers": "[^4]", "examples": 1}
+    records, held = (training._records(s, split, 9) for split in ("train", "test"))  # 0, 2, 6, 8; 10 is too long
+    (shown,) = records[0]["examples"]
+    assert {r["id"] for r in [*records, shown]} == {f"train/{i}" for i in (0, 2, 6, 8)} and len(records) == 3
+    assert all(r["examples"] == [shown] for r in records + held) and {r["id"] for r in held} == {
+        f"test/{i}" for i in (0, 2, 6, 8)
+    }
     assert tasks.prompt(records[0], tasks.arithmetic_tokenizer()) == (
-        f"Problem: {first['problem']}\nAnswer: $\\boxed{{{tasks.answer(first)}}}$\n\n"
-        f"Problem: {second['problem']}\nAnswer: $\\boxed{{{tasks.answer(second)}}}$\n\n"
+        f"Problem: {shown['problem']}\nAnswer: $\\boxed{{{tasks.answer(shown)}}}$\n\n"
         f"Problem: {records[0]['problem']}\nAnswer:"
     )
 
