@@ -275,7 +275,8 @@ def _records(s, split, count):
     if s["task"] == "arithmetic":
         return problems(count, split=split)
     records = tasks.math_records(split, data_dir=s["data_dir"], levels=s["levels"])
-    records = [r for r in records if len(r["problem"]) <= s["longest"] and re.fullmatch(s["answers"], tasks.answer(r))]
+    kind = re.compile(s["answers"], re.DOTALL)  # some answers have several lines
+    records = [r for r in records if len(r["problem"]) <= s["longest"] and kind.fullmatch(tasks.answer(r))]
     records = [records[i] for i in torch.randperm(len(records), generator=generator(0, f"records/{split}"))[:count]]
     if s["examples"]:
         shown = _records(s | {"examples": 0}, "train", s["examples"])  # the first; they are not trained on
