@@ -356,11 +356,13 @@ def test_command_lines_make_models_and_runs(tmp_path, capsys):
 
 
 def test_math_prompts_hold_examples_that_are_not_trained_on(tmp_path, s):
+    texts = ["\n0\\\\\n0", *map(str, range(1, 12))]  # an answer may have several lines
     for split in ("train", "test"):
         lines = [{"id": f"{split}/{i}", "problem": f"{split} {i}?" + "!" * i, "level": f"Level {1 + i % 2}",
-                  "type": "T", "solution": rf"\boxed{{{i}}}" if i else "\\boxed{\n0\\\\\n0}"} for i in range(12)]  # fmt: skip
+                  "type": "T", "solution": rf"\boxed{{{text}}}"} for i, text in enumerate(texts)]  # fmt: skip
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    s = s | {"task": "math", "data_dir": str(tmp_path), "levels": [1], "longest": 16, "answers": "(?!4).*", "examples": 1}
+    s = s | {"task": "math", "data_dir": str(tmp_path), "levels": [1], "longest": 16, "answers": "(?!4).*"}
+    s = s | {"examples": 1}
     records, held = (training._records(s, split, 9) for split in ("train", "test"))  # 0, 2, 6, 8; 10 is too long
     (shown,) = records[0]["examples"]
     assert {r["id"] for r in [*records, shown]} == {f"train/{i}" for i in (0, 2, 6, 8)} and len(records) == 3
