@@ -10,10 +10,12 @@ of the repeats. Ratios are ours over theirs, from this run; a busy machine moves
 
 import argparse
 import json
+import re
 import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 
@@ -42,7 +44,10 @@ WAYS = {
 def peak_mib(device):
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss: bytes on macOS, KiB on Linux
+    status = Path("/proc/self/status")
+    if status.exists():  # Linux: ru_maxrss would start from the peak of the process that started this one
+        return int(re.search(r"VmHWM:\s*(\d+) kB", status.read_text())[1]) / 2**10
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # ru_maxrss: bytes on macOS, else KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
