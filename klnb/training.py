@@ -21,7 +21,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-import transformers
 from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
@@ -32,6 +31,8 @@ from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
 from klnb.models import completion_logits, encode, eos_ids, load, rollout
 from klnb.paths import ROOT
 from klnb.stats import generator
+
+import transformers  # isort: skip  # after klnb.models, which keeps it from warning in every kernel
 
 transformers.utils.logging.disable_progress_bar()  # of loading weights: each run does it twice
 SHOWN = 8  # sampled answers that a run's record keeps
