@@ -152,3 +152,18 @@ def test_the_readme_has_the_table_of_estimators():
 def test_the_readme_names_every_chapter():
     readme = (ROOT / "README.md").read_text()
     assert [name for name in assemble.chapters() if f"notebooks/{name}.py" not in readme] == []
+
+
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"site/{p.name}" for p in sorted((ROOT / "site").glob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_files_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.M))
+    commands = re.findall(r"(?:^|`)make ([a-z0-9-]+)", text, re.M)
+    assert [c for c in commands if c not in targets] == []
+    files = re.findall(r"`((?:notebooks|examples|tools|site|tests|published|klnb|scales)/[\w./]+\.\w+)`", text)
+    files += re.findall(r"\]\(((?:notebooks|figures)/[\w./]+)\)", text)
+    assert [f for f in files if not (ROOT / f).exists() and "NN_" not in f and "NAME" not in f] == []
+    assert not re.search(r"(?i)(?<!\")\b(forward|reverse)\b(?!\")[ -]KL", text)
