@@ -97,8 +97,8 @@ for row in shown["samples"][:: done["group"]]:
               f"log π_ref {s['ref_logp']:.2f}, KL estimate {s['logp'] - s['ref_logp']:+.3f}\n{s['text']}")  # fmt: skip
 
 # %% [markdown]
-# At scale `math-demo` every sample that a step trained on is kept as well. A model of 135M parameters hardly ever solves
-# a MATH problem, and one that follows no request to box its answer is not rewarded at all: with no reward in a group
+# At scale `math-demo` every sample that a step trained on is kept as well. A model of 135M parameters hardly solves any
+# MATH problem, and one that follows no request to box its answer is not rewarded at all: with no reward in a group
 # and the policy still at the reference, the gradient is exactly 0. So the demonstration takes short problems of level 1
 # whose answer is 1 or 2, right now and then by luck more than by reasoning, and puts worked examples, which are not
 # trained on, before each. Log-probabilities and the three estimates of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ are
