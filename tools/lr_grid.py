@@ -11,8 +11,8 @@ from klnb import paths, training
 
 SEEDS = [100]
 GRIDS = {  # section: (names, betas, rates)
-    "07_distillation": (None, [1.0], [5e-4, 1e-3, 2e-3, 4e-3]),
-    "08_math_reward": (["none", "reward-to-go"], [0.0, 0.05], [2.5e-4, 5e-4, 1e-3]),
+    "07_distillation": (None, [1.0], [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]),
+    "08_math_reward": (["none", "reward-to-go"], [0.0, 0.05], [5e-4, 1e-3, 2e-3]),
 }
 
 
