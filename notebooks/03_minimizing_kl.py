@@ -217,7 +217,7 @@ data = {"steps": RECORD.tolist(), "seeds": seeds, "bands": bands,
         "claims": {c: {k: float(v) for k, v in d.items()} for c, d in claims.items()},
         "start": first.mean(1).tolist()}  # fmt: skip
 RESULTS.mkdir(parents=True, exist_ok=True)
-(RESULTS / "03_minimizing_kl.json").write_text(json.dumps(data, indent=1) + "\n")
+_ = (RESULTS / "03_minimizing_kl.json").write_text(json.dumps(data, indent=1) + "\n")
 
 # %%
 caption = {

@@ -490,7 +490,7 @@ for where, fields in low.items():
         assert abs(slope - 0.5) < 0.05, slope  # relative distance ∝ √KL
 data["low_kl"] = {w: {"kl": low_kl[w], **low[w], "tenth": {f: tenth[w, f] for f in low[w]}} for w in low}
 RESULTS.mkdir(parents=True, exist_ok=True)
-(RESULTS / "04_regularized_reward.json").write_text(json.dumps(data, indent=1) + "\n")
+_ = (RESULTS / "04_regularized_reward.json").write_text(json.dumps(data, indent=1) + "\n")
 
 # %%
 caption = common | {

@@ -102,7 +102,9 @@ for row in shown["samples"][:: done["group"]]:
 # MATH problem, and one that follows no request to box its answer is not rewarded at all: with no reward in a group
 # and the policy still at the reference, the gradient is exactly 0. So the demonstration takes short problems of level 1
 # whose answer is 1 or 2, right now and then by luck more than by reasoning, and puts worked examples, which are not
-# trained on, before each. Log-probabilities and the three estimates of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ are
+# trained on, before each. This subset was chosen after all of level 1, and then its one-digit answers, gave no reward
+# at all, and after its own rewards had been seen: they show that the path works and measure nothing else.
+# Log-probabilities and the three estimates of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ are
 # sums over a sample's tokens, in nats; at the first step the policy is the reference, and all three are 0.
 
 # %%
@@ -166,7 +168,7 @@ if free and len(seeds) > 1:
 if "reward-to-go" in names and len(seeds) > 1:
     for metric in ("kl", "accuracy"):
         display(differences(metric, lambda beta: ends["reward-to-go", beta]).drop("reward-to-go"))  # noqa: F821
-(RESULTS / "08_math_reward.json").write_text(json.dumps(kept) + "\n")
+_ = (RESULTS / "08_math_reward.json").write_text(json.dumps(kept) + "\n")
 
 
 # %%
