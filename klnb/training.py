@@ -404,8 +404,8 @@ def main(argv=None):
     ap.add_argument("--processes", type=int, default=2)
     args = ap.parse_args(argv)
     section = YAML(typ="safe", pure=True).load(args.params.read_text())[args.section]
-    settings = {k: v for part in args.settings.split(",") for k, v in section[part].items()}
-    settings |= {"lr": section["rates"][args.name]} if "rates" in section else {}
+    rate = {"lr": section["rates"][args.name]} if "rates" in section else {}
+    settings = {k: v for part in args.settings.split(",") for k, v in (rate | section[part]).items()}
     sweep(specs(settings, section["seeds"], args.name, section.get("betas")), args.output, args.processes)
 
 
