@@ -10,8 +10,9 @@
 # # Reward against KL: what a regulariser buys
 #
 # **Claim.** A language model that maximises the reward of right answers pays for it in
-# $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ to where it started. How much depends on the weight $\beta$ of the KL term
-# and on its estimator; near $\pi_{\mathrm{ref}}$ the estimators stop to differ, and k1 as a loss regularises nothing.
+# $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ to where it started. A KL term lowers the price, whichever estimator it
+# has, but for k1 as a loss, which regularises nothing. Close to $\pi_{\mathrm{ref}}$ all the others point the same way
+# in expectation, and what tells them apart is their noise.
 #
 # This follows Figure 7 of Tang & Munos ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477)). At scale `tiny` the
 # policy is the larger model of the [chapter before](07_distillation), sampled at temperature 3: it knows how to add and
@@ -154,12 +155,18 @@ def differences(metric, other):
     return pd.DataFrame(rows).T
 
 
+# %%
 free = ends.get(("none", 0.0))
 if free and len(seeds) > 1:
     gain = paired(free["accuracy"], start["accuracy"])
     print("without a KL term the reward changes by {mean:+.3f} [{low:.3f}, {high:.3f}]".format(**gain))
     print("KL(π‖π_ref): with the KL term minus without one")
     display(differences("kl", lambda beta: free))  # noqa: F821
+if scale == "tiny":
+    at = max(STRENGTHS)
+    changes = {name: paired(ends[name, at]["kl"], free["kl"]) for name in KL_NAMES}
+    assert changes["k1"]["low"] > 0 and all(d["high"] < 0 for name, d in changes.items() if name != "k1")
+    assert gain["low"] > 0
 
 # %% [markdown]
 # Against reward-to-go at the same $\beta$, first the KL, then the reward:
@@ -210,18 +217,23 @@ if len(seeds) > 1 and scale != "math-demo":
         ax.plot(x, y, marker="*", color="black", markersize=9, linestyle="none", label="_")
         ax.annotate(text, (x, y), xytext=(6, -12), textcoords="offset points", fontsize=9)
     ax.set(xlabel=r"$\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, nats a sequence", ylabel="reward (accuracy)")
-    ax.legend(loc="lower right")
+    ax.set_xscale("symlog")
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.set_xlim(left=-0.1)
+    ax.legend(loc="lower left")
     fg.save(fig, "08_math_reward", caption(
         "Reward against KL, by estimator and weight", "reward and KL(π‖π_ref) (full-vocabulary sums on the policy's "
         "samples) at the end of training, on held-out prompts", "maximise reward − β·KL term",
         alt="Reward over divergence: one line of points per estimator, and two stars: start and no KL term."), FIGURES)
 
 # %% [markdown]
-# ## Low KL: where the estimators stop to differ
+# ## Low KL: what is left to tell the estimators apart
 #
-# All fields agree to first order at $\pi_{\mathrm{ref}}$ ([sequences](05_sequences)): a strong KL term keeps the policy
-# where it makes no difference which of them it follows. Below, differences from reward-to-go at the same $\beta$,
-# paired by seed.
+# All fields but zero agree to first order at $\pi_{\mathrm{ref}}$ ([sequences](05_sequences)): with a strong KL term
+# the policy stays where it makes little difference which of them it follows. Below, differences from reward-to-go at
+# the same $\beta$, paired by seed. At small $\beta$ there is little to tell the estimators apart by: the KL term hardly
+# matters. At large $\beta$ they differ although the policy is close to $\pi_{\mathrm{ref}}$, and not by their fields:
+# the sequence-level forms, which share one, differ among themselves, by the noise that the KL term adds to each step.
 
 # %%
 if len(seeds) > 1 and scale != "math-demo":
@@ -232,15 +244,26 @@ if len(seeds) > 1 and scale != "math-demo":
             fg.curve(ax, STRENGTHS, np.array([ends[name, b][metric] - x for b, x in zip(STRENGTHS, base)]).T, name)
         ax.axhline(0, color=fg.COLORS["reward-to-go"], linewidth=1.8)
         ax.set(xscale="log", xlim=(min(STRENGTHS), max(STRENGTHS)))
+    axes[0].set_yscale("symlog", linthresh=1.0)  # k1 is far out
+    axes[0].yaxis.set_major_formatter("{x:g}")
+    for ax in axes:
         fg.label_ends(ax)
     axes[0].set_ylabel("difference in\n" + r"$\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, nats")
     axes[1].set(ylabel="difference in reward", xlabel=r"weight $\beta$ of the KL term")
     fg.save(fig, "08_low_kl", caption(
-        "The stronger the KL term, the less its estimator matters", "difference from reward-to-go, same seed and β, in "
-        "KL(π‖π_ref) (top) and in reward (bottom)", "maximise reward − β·KL term",
+        "What the choice of estimator changes, by the weight of the KL term",
+        "difference from reward-to-go, same seed and β, in KL(π‖π_ref) (top) and in reward (bottom)",
+        "maximise reward − β·KL term",
         alt="Two panels of curves over β: differences from reward-to-go in divergence and in reward."), FIGURES)
 
 # %% [markdown]
 # ## Summary
 #
-# TODO
+# - Without a KL term the reward rises and the policy drifts away; a KL term trades one for the other.
+# - **k1 as a loss** pulls nothing back. Multiplied by a large $\beta$, its noise is all that remains: the policy ends
+#   farther from $\pi_{\mathrm{ref}}$ than without a KL term, and the reward is gone.
+# - The others lie on one frontier at small $\beta$. At large $\beta$, near $\pi_{\mathrm{ref}}$, noise orders the
+#   sequence-level forms: the whole-sequence form pays most KL for least reward, reward-to-go less, and reward-to-go of
+#   k3 and Rao–Blackwell least. k2 and k3 as losses hold the policy closest, at less reward.
+# - Far from $\pi_{\mathrm{ref}}$ the bias shows: see [distillation](07_distillation), where k3 falls behind, and
+#   [the exact optima](04_regularized_reward).
