@@ -270,6 +270,12 @@ _EXPECTED = (
      lambda r: [r["cases"][f]["full history"] for f in ("R_tok", "F_tok")]),
     ("06_off_policy", "after {} inner updates, reward-to-go without a ratio is off by {:.0%} of R_seq (median)",
      lambda r: [r["sweep"]["updates"][-1], median(pair[-1] for pair in r["sweep"]["no ratio: reward-to-go"])]),
+    ("07_distillation", "k1 as a loss ends {mean:.0f} nats above its start [{low:.0f}, {high:.0f}]",
+     lambda r: r["claims"]["target KL: k1 above its start"]),
+    ("07_distillation", "reward-to-go ends {mean:.1f} nats below k3 as a loss [{low:.1f}, {high:.1f}]",
+     lambda r: r["claims"]["target KL: reward-to-go below k3"]),
+    ("07_distillation", "KL of k2 minus that of reward-to-go at the end: {mean:+.2f} nats [{low:+.2f}, {high:+.2f}]",
+     lambda r: r["claims"]["target KL: reward-to-go below k2"]),
     ("09_audit", "{} of {} KL terms of libraries follow R_seq on-policy in every case, {} off-policy",
      lambda r: [sum(t["on_policy"] == "R_seq" for t in r), len(r), sum(t["off_policy"] == "R_seq" for t in r)]),
 )  # fmt: skip
