@@ -188,6 +188,20 @@ def _positions(attention):
     return (attention.cumsum(-1) - 1).clamp(min=0)
 
 
+def _read(model, tokens, prompt_mask, group):
+    """The logits [B, 1, V] of the first token after the prompts and the cache [B] of these, each prompt read once."""
+    cache = transformers.DynamicCache(config=model.config)
+    if group > 1:
+        if len(tokens) % group or not (tokens == tokens[::group].repeat_interleave(group, 0)).all():
+            raise ValueError(f"group: expected the same prompt in every {group} adjacent rows of tokens")
+        tokens, prompt_mask = tokens[::group], prompt_mask[::group]
+    logits = model(input_ids=tokens, attention_mask=prompt_mask, position_ids=_positions(prompt_mask), cache=cache,
+                   use_cache=True, logits_to_keep=1).logits  # fmt: skip
+    if group > 1:
+        cache.batch_repeat_interleave(group)
+    return logits.repeat_interleave(group, 0), cache
+
+
 @torch.no_grad()
 def rollout(
     model,
@@ -198,6 +212,8 @@ def rollout(
     temperature: float | int = 1.0,
     eos: Sequence[int] = (),
     barred: Sequence[int] = (),
+    group: int = 1,
+    share: tuple[int, int] = (0, 1),
     generator: torch.Generator,
 ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Sample completions: (completion, mask, logp) with T ≤ max_new_tokens, the longest row's length.
@@ -208,33 +224,34 @@ def rollout(
     after it completion holds eos[0], mask and logp 0. A row that reaches max_new_tokens is cut and gets no EOS.
 
     Nothing carries a gradient. Randomness is `generator`'s alone: B·max_new_tokens uniform numbers (float64) whatever
-    the lengths, so that runs with the same generator stay paired; it may live on another device than the model. The
-    model is left in the mode (train or eval) it was in, and samples in eval mode.
+    the lengths, so that runs with the same generator stay paired; it may live on another device than the model. With
+    share=(i, n) these rows are part i of n such parts of a batch, and get the numbers that they get in the whole. The
+    model is left in the mode (train or eval) it was in, and samples in eval mode. group: as in `completion_logits`.
     """
     batch, width = tokens.shape
-    uniform = torch.rand(batch, max_new_tokens, generator=generator, dtype=torch.float64, device=generator.device)
-    uniform = uniform.to(tokens.device)
+    uniform = torch.rand(share[1] * batch, max_new_tokens, generator=generator, dtype=torch.float64,
+                         device=generator.device)  # fmt: skip
+    uniform = uniform[share[0] * batch :][:batch].to(tokens.device)
     attention = torch.cat([prompt_mask, prompt_mask.new_ones(batch, max_new_tokens)], 1)
     positions = _positions(attention)
     ends = torch.tensor(list(eos), dtype=tokens.dtype, device=tokens.device)
     done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    cache = transformers.DynamicCache(config=model.config)
-    completion, logps, step, training = [], [], tokens, model.training
+    completion, logps, training = [], [], model.training
     model.eval()
     try:
+        logits, cache = _read(model, tokens, prompt_mask, group)
         for t in range(max_new_tokens):
-            seen = width + t
-            inputs = {"input_ids": step, "attention_mask": attention[:, :seen]}
-            inputs["position_ids"] = positions[:, seen - step.shape[1] : seen]
-            logits = model(**inputs, cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            logp = _tempered(logits, temperature, barred).log_softmax(-1)
+            if t:
+                inputs = {"input_ids": completion[-1][:, None], "attention_mask": attention[:, : width + t]}
+                inputs["position_ids"] = positions[:, width + t - 1 : width + t]
+                logits = model(**inputs, cache=cache, use_cache=True).logits
+            logp = _tempered(logits[:, -1], temperature, barred).log_softmax(-1)
             token = _draw(logp, uniform[:, t])
             logps.append(logp.gather(1, token[:, None])[:, 0].masked_fill(done, 0.0))
             completion.append(torch.where(done, ends[0], token) if len(ends) else token)
             done = done | torch.isin(token, ends)
             if done.all():
                 break
-            step = completion[-1][:, None]
     finally:
         model.train(training)
     completion = torch.stack(completion, 1)
@@ -258,14 +275,28 @@ def completion_logits(
     *,
     temperature: float | int = 1.0,
     barred: Sequence[int] = (),
+    group: int = 1,
 ) -> Float[Tensor, "B T V"]:
     """float32 logits, aligned and tempered: [b, t] is what completion[b, t] is drawn from; differentiable.
 
     As `klnb.token_logprobs` and `klnb.kl_loss` take them (their own temperature stays 1). Only the T positions
     that matter go through the vocabulary projection. The model runs in the mode and autocast it is in.
+
+    group: n > 1 if every n adjacent rows continue the same prompt, which then goes through the model once and not n
+    times (through its key-value cache, gradients too; not with gradient checkpointing, which has no cache).
+    ValueError if their prompts differ.
     """
-    inputs = _inputs(tokens, prompt_mask, completion)
-    return _tempered(model(**inputs, logits_to_keep=completion.shape[1]).logits, temperature, barred)
+    if group == 1:
+        logits = model(**_inputs(tokens, prompt_mask, completion), logits_to_keep=completion.shape[1]).logits
+        return _tempered(logits, temperature, barred)
+    logits, cache = _read(model, tokens, prompt_mask, group)
+    if completion.shape[1] > 1:
+        inputs = _inputs(tokens, prompt_mask, completion)
+        for name in ("input_ids", "position_ids"):
+            inputs[name] = inputs[name][:, tokens.shape[1] :]
+        rest = model(**inputs | {"use_cache": True}, cache=cache).logits
+        logits = torch.cat([logits, rest], 1)
+    return _tempered(logits, temperature, barred)
 
 
 def completion_hidden(

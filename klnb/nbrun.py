@@ -16,12 +16,11 @@ import ast  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
 import tempfile  # noqa: E402
-import threading  # noqa: E402
-import time  # noqa: E402
 from itertools import groupby  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 from klnb.paths import ROOT  # noqa: E402
+from klnb.processes import end_with_parent  # noqa: E402
 
 _BAR = re.compile(r"^.*\d+%\|.*\|.*$\n?|^.*\b\d+it \[.*\]\s*$\n?", re.M)  # a tqdm bar
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -156,18 +155,6 @@ def run(script, out, params, threads=None):
     return 0
 
 
-def _end_with_parent():
-    """When what started this run is killed, a second run may soon write the same files: don't live on beside it."""
-    parent = os.getppid()
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)  # the kernel sees this and ends too
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main(argv=None):
     """The command line; returns the exit status."""
     from ruamel.yaml import YAML, YAMLError  # YAML 1.2 as in DVC: 1e-3 is a number
@@ -186,7 +173,7 @@ def main(argv=None):
     if bool(args.section) != bool(args.params):
         ap.error("--section needs --params, and --params a --section")
     if "DVC_STAGE" in os.environ:
-        _end_with_parent()
+        end_with_parent()
     try:
         sections = yaml.load(Path(args.params).read_text()) if args.params else {}
         params = {}

@@ -12,24 +12,20 @@ import itertools
 import json
 import os
 import re
-import sys
-import threading
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import shutil
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from tqdm import tqdm
 
 from klnb import tasks
 from klnb.estimators import k1, k2, k3
 from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
 from klnb.models import completion_logits, encode, eos_ids, load, rollout
 from klnb.paths import ROOT
+from klnb.processes import end_with_parent, in_processes, write
 from klnb.stats import generator
 
 import transformers  # isort: skip  # after klnb.models, which keeps it from warning in every kernel
@@ -58,7 +54,7 @@ DEFAULTS = {
     "prompts": 16,  # a step
     "group": 4,  # completions of each prompt
     "chunks": 2,  # a step's rows go through the model in so many parts; from 2 on, they tell the gradient's variance
-    "lr": 1e-3,  # Adam's, decaying linearly to 0
+    "lr": 1e-3,  # AdamW's (no weight decay), falling linearly to 0
     "clip": 1.0,  # the norm that a gradient is cut to
     "eval_every": 25,
     "eval_prompts": 64,
@@ -78,12 +74,13 @@ def objective(policy, ref, batch, name, beta, *, group, temperature=1.0, barred=
     none. The expectation of its gradient is β·(the field that `name` follows) − ∇E[reward]; the reward's part is the
     score function with the mean of the group's other rows as baseline. beta = 0 leaves the KL term out.
     """
-    logits = completion_logits(policy, *_where(batch), temperature=temperature, barred=barred)
+    sampler = {"temperature": temperature, "barred": barred, "group": group}
+    logits = completion_logits(policy, *_where(batch), **sampler)
     logp = token_logprobs(logits, batch["completion"])
     loss = 0.0 * logp.sum()
     if beta:
         with torch.no_grad():
-            ref_logits = completion_logits(ref, *_where(batch), temperature=temperature, barred=barred)
+            ref_logits = completion_logits(ref, *_where(batch), **sampler)
             ref_logp = token_logprobs(ref_logits, batch["completion"])
         extra = {"group_size": group} if ESTIMATORS[name].baseline else {}
         extra |= {"logits": logits, "ref_logits": ref_logits} if ESTIMATORS[name].needs_logits else {}
@@ -105,14 +102,18 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
     total, squares = [torch.zeros_like(p) for p in parameters], 0.0
     for part in zip(*(x.chunk(chunks) for x in batch.values())):
         gradients = torch.autograd.grad(loss_of(dict(zip(batch, part))), parameters)
-        squares += sum(g.double().square().sum() for g in gradients)
+        squares += _square(gradients)
         torch._foreach_add_(total, gradients, alpha=1 / chunks)
-    norm = sum(g.double().square().sum() for g in total).sqrt()
+    norm = _square(total).sqrt()
     for parameter, gradient in zip(parameters, total):
         parameter.grad = gradient * (clip / norm).clamp(max=1).to(gradient.dtype)
     optimizer.step()
     variance = (squares / chunks - norm**2) / (chunks - 1) if chunks > 1 else float("nan") * norm
     return {"gradient_norm": norm.item(), "gradient_variance": float(variance)}
+
+
+def _square(gradients):
+    return sum(torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients)
 
 
 def sample(model, tokenizer, records, s, source, barred) -> dict:
@@ -121,7 +122,7 @@ def sample(model, tokenizer, records, s, source, barred) -> dict:
     tokens, prompt_mask = (x.repeat_interleave(s["group"], 0) for x in (tokens, prompt_mask))
     completion, mask, _ = rollout(
         model, tokens, prompt_mask, s["max_new_tokens"], temperature=s["temperature"],
-        eos=[] if barred else eos_ids(model, tokenizer), barred=barred, generator=source,
+        eos=[] if barred else eos_ids(model, tokenizer), barred=barred, group=s["group"], generator=source,
     )  # fmt: skip
     return {"tokens": tokens, "prompt_mask": prompt_mask, "completion": completion, "mask": mask.float()}
 
@@ -167,9 +168,10 @@ def measure(policy, ref, batch, s, barred) -> dict:
     found = []
     for part in _parts(batch, s):
         logp, ref_logp = (
-            completion_logits(model, *_where(part), temperature=s["temperature"], barred=barred).log_softmax(-1)
+            completion_logits(model, *_where(part), temperature=s["temperature"], barred=barred, group=s["group"])
             for model in (policy, ref)
         )
+        logp, ref_logp = logp.log_softmax(-1), ref_logp.log_softmax(-1)
         mask, chosen = part["mask"], part["completion"].unsqueeze(-1)
         own, other = (x.gather(-1, chosen).squeeze(-1) for x in (logp, ref_logp))
         ratio = own - other
@@ -202,7 +204,8 @@ def _full_kl(logp, other, mask):
 
 def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     """One run with the settings s over DEFAULTS: {"steps": {quantity: [one per step]}, "evals": [...], "samples": ...,
-    "rows": what `measure` says of every sample trained on, if s["record"] and s["reward"]}.
+    "rows": what `measure` says of every sample trained on, if s["record"] and s["reward"], "used": what the models say
+    where they are from, and a sha256 of the problems}.
 
     Its randomness is a function of the seed, the purpose and the step, the same for all estimators: runs with the same
     seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there.
@@ -216,10 +219,11 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     ref = load(_place(s["ref"]), layers=s["ref_layers"], device=s["device"])[0].requires_grad_(False)
     barred = [] if s["eos"] else sorted({*eos_ids(ref, tokenizer), tokenizer.pad_token_id} - {None})
     records, held = (_records(s, split, s[n]) for split, n in (("train", "problems"), ("test", "eval_prompts")))
-    optimizer = torch.optim.Adam(policy.parameters(), lr=s["lr"])
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=s["lr"], weight_decay=0.0)
     loss_of = partial(objective, policy, ref, name=s["name"], beta=s["beta"], group=s["group"],
                       temperature=s["temperature"], barred=barred)  # fmt: skip
     cast = partial(torch.autocast, torch.device(s["device"]).type, torch.bfloat16, enabled=s["dtype"] == "bfloat16")
+    problems_used = hashlib.sha256("\0".join(r["problem"] for r in records + held).encode()).hexdigest()
     run = {"done": 0, "steps": {}, "evals": [], "samples": {}, "rows": []}
     if checkpoint and checkpoint.exists():
         state = torch.load(checkpoint, map_location=s["device"], weights_only=True)
@@ -260,7 +264,8 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     of_rows = [{"problem": r["problem"], "answer": tasks.answer(r)} for r in held for _ in range(s["group"])]
     ends = [run["samples"][str(run["evals"][at]["step"])] for at in (0, -1)]
     samples = [row | {"before": first, "after": last} for row, first, last in zip(of_rows, *ends)]
-    return {"steps": run["steps"], "evals": run["evals"], "samples": samples, "rows": run["rows"]}
+    used = {"models": {"policy": policy.provenance, "ref": ref.provenance}, "problems": problems_used}
+    return {"used": used, "steps": run["steps"], "evals": run["evals"], "samples": samples, "rows": run["rows"]}
 
 
 problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
@@ -297,76 +302,57 @@ def specs(settings: dict, seeds, name: str, betas=None) -> dict:
 
 def key(s: dict) -> str:
     """Of a run: its settings, the code that makes it, the versions of what that uses, and the models' weights."""
-    parts = [json.dumps(DEFAULTS | s, sort_keys=True), torch.__version__, transformers.__version__]
-    parts += [Path(__file__).with_name(f"{m}.py").read_text() for m in CODE]
+    parts = [json.dumps(kept(s), sort_keys=True), torch.__version__, transformers.__version__, code()]
     weights = [ROOT / s[m] / "model.safetensors" for m in ("policy", "ref")]
     parts += [hashlib.sha256(w.read_bytes()).hexdigest() for w in weights if w.exists()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def sweep(runs: dict, folder: Path, processes: int = 1) -> list[dict]:
+def kept(s: dict) -> dict:
+    """The settings that a record keeps: all but where this machine has its data."""
+    return {k: v for k, v in (DEFAULTS | s).items() if k != "data_dir"}
+
+
+def code(read=lambda name: Path(__file__).with_name(name).read_text()) -> str:
+    """sha256 of the modules that a run depends on."""
+    return hashlib.sha256("\0".join(read(f"{m}.py") for m in CODE).encode()).hexdigest()
+
+
+def sweep(runs: dict, folder: Path, processes: int = 1, published: Path | None = None) -> list[dict]:
     """The records of the runs {file name: settings}, in their order; those that `folder` lacks are made.
 
     A file counts if its key fits. Each is written whole as its run ends; files of runs that are not asked for are
-    deleted. Each process has one thread, so that the numbers do not depend on how many there are.
+    deleted. Each process has one thread, so that the numbers do not depend on how many there are. With `published`, a
+    folder of runs that cost hours, maybe on another machine: a file there or here counts if its settings fit, and says
+    itself which code made it.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for file in [*folder.glob("beta*-seed*.json*"), *folder.glob(".beta*-seed*.json*")]:  # the latter: cut in a write
         if file.name.removesuffix(".checkpoint") not in runs:
             file.unlink()
-    keys = {f: json.loads((folder / f).read_text())["key"] for f in runs if (folder / f).exists()}
-    todo = {f: s for f, s in runs.items() if keys.get(f) != key(s)}
+    todo = {}
+    for name, s in runs.items():
+        for file in [folder / name, *([published / name] if published else [])]:
+            record = json.loads(file.read_text()) if file.exists() else {"key": None, "settings": {}}
+            if kept(record["settings"]) == kept(s) if published else record["key"] == key(s):
+                if file.parent != folder:
+                    write(folder / name, partial(shutil.copyfile, file))
+                break
+        else:
+            todo[name] = s
     if todo:
-        in_processes(make, {f: (s, folder / f) for f, s in todo.items()}, processes, folder.name)
-    return [json.loads((folder / f).read_text()) for f in runs]
+        in_processes(make, {name: (s, folder / name) for name, s in todo.items()}, processes, folder.name)
+    return [json.loads((folder / name).read_text()) for name in runs]
 
 
 def make(s: dict, file: Path, bar=iter):
     """Do one run and write its file."""
     checkpoint = file.with_name(f"{file.name}.checkpoint")
-    record = {"key": key(s), "settings": DEFAULTS | s} | train(s, checkpoint, bar)
+    made = {"code": code(), "torch": torch.__version__, "transformers": transformers.__version__}
+    record = {"key": key(s), "settings": kept(s), "made": made} | train(s, checkpoint, bar)
     write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
     checkpoint.unlink(missing_ok=True)
-
-
-def write(file, save):
-    """save(temporary path), then the file is there whole."""
-    tmp = file.with_name(f".{file.name}.{os.getpid()}")
-    save(tmp)
-    os.replace(tmp, file)
-
-
-def in_processes(work, jobs: dict, processes: int, title: str):
-    """{name: work(*arguments)} for {name: arguments}, in one-thread processes, with a progress bar."""
-    torch.set_num_threads(1)
-    bars = {name: partial(tqdm, desc=f"{title} {name}", unit="step") for name in jobs}
-    if min(processes, len(jobs)) == 1:
-        return {name: work(*arguments, bars[name]) for name, arguments in jobs.items()}
-    few = len(jobs) <= processes  # then each shows its steps, else one bar counts them
-    # a fork has torch loaded already, but CUDA does not survive one
-    method = "fork" if sys.platform == "linux" and not torch.cuda.is_available() else "spawn"
-    with ProcessPoolExecutor(processes, get_context(method), _worker, (os.getpid(),)) as pool:
-        futures = {n: pool.submit(work, *arguments, bars[n] if few else iter) for n, arguments in jobs.items()}
-        try:
-            for future in tqdm(as_completed(futures.values()), title, len(futures), unit="run", disable=few):
-                future.result()
-            return {name: future.result() for name, future in futures.items()}
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-
-
-def _worker(parent):
-    """One thread, and an end when the parent is gone: a second run may soon write the same files."""
-    torch.set_num_threads(1)
-
-    def watch():
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 # A model to start from ------------------------------------------------------------------------------------------------
@@ -402,11 +388,18 @@ def main(argv=None):
     ap.add_argument("--section", required=True, help="a section of it, with seeds, settings, and maybe betas and rates")
     ap.add_argument("--settings", default="train", help="names of its settings, comma-separated, later ones win")
     ap.add_argument("--processes", type=int, default=2)
+    ap.add_argument("--published", type=Path, help="a folder whose finished runs count as done")
+    ap.add_argument("--data-dir", help="the folder with MATH's train.jsonl and test.jsonl; else they come from the hub")
     args = ap.parse_args(argv)
+    if "DVC_STAGE" in os.environ:
+        end_with_parent()
     section = YAML(typ="safe", pure=True).load(args.params.read_text())[args.section]
     rate = {"lr": section["rates"][args.name]} if "rates" in section else {}
     settings = {k: v for part in args.settings.split(",") for k, v in (rate | section[part]).items()}
-    sweep(specs(settings, section["seeds"], args.name, section.get("betas")), args.output, args.processes)
+    settings |= {"data_dir": args.data_dir} if args.data_dir else {}
+    seeds = section.get("seeds_of", {}).get(args.name, section["seeds"])
+    runs = specs(settings, seeds, args.name, section.get("betas"))
+    sweep(runs, args.output, args.processes, args.published)
 
 
 if __name__ == "__main__":

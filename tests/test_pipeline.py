@@ -30,9 +30,10 @@ HEADER = """# ---
 # Which klnb modules each one may import; anything else is a step backwards in the design's order
 MAY_IMPORT = {
     "paths": "", "estimators": "", "policies": "", "stats": "", "verifier": "", "exact": "policies",
-    "losses": "estimators", "figures": "paths stats", "nbrun": "paths", "auditing": "estimators exact policies",
+    "losses": "estimators", "figures": "paths stats", "processes": "", "nbrun": "paths processes",
+    "auditing": "estimators exact policies",
     "models": "losses paths", "tasks": "paths stats verifier models",
-    "training": "estimators losses models paths stats tasks",
+    "training": "estimators losses models paths processes stats tasks",
     "comparing": "losses models stats", "cli": "auditing", "__init__": "",
 }  # fmt: skip
 ONLY_TORCH = ("estimators", "losses", "exact")  # outside klnb and the standard library

@@ -17,8 +17,9 @@ from ruamel.yaml import YAML
 from klnb import tasks
 from klnb.losses import token_logprobs
 from klnb.models import completion_logits, encode, load
+from klnb.processes import end_with_parent, in_processes, write
 from klnb.stats import generator
-from klnb.training import DEFAULTS, in_processes, new_model, problems, rewards, sample, write
+from klnb.training import DEFAULTS, new_model, problems, rewards, sample
 
 
 def fit(s: dict, folder: Path, bar=iter) -> dict:
@@ -93,6 +94,8 @@ def main(argv=None):
     ap.add_argument("--section", required=True, help="a section of it, with common, teacher, student")
     ap.add_argument("--processes", type=int, default=2)
     args = ap.parse_args(argv)
+    if "DVC_STAGE" in os.environ:
+        end_with_parent()
     section = YAML(typ="safe", pure=True).load(args.params.read_text())[args.section]
     args.output.mkdir(parents=True, exist_ok=True)
     models = {role: (section["common"] | section[role], args.output / role) for role in ("teacher", "student")}
