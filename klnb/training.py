@@ -22,8 +22,8 @@ from torch import Tensor
 
 from klnb import tasks
 from klnb.estimators import k1, k2, k3
-from klnb.losses import ESTIMATORS, kl_loss, token_logprobs
-from klnb.models import completion_logits, encode, eos_ids, load, rollout
+from klnb.losses import ESTIMATORS, kl_loss, token_logprobs, token_logprobs_from_hidden
+from klnb.models import completion_hidden, completion_logits, encode, eos_ids, load, rollout
 from klnb.paths import ROOT
 from klnb.processes import end_with_parent, in_processes, write
 from klnb.stats import generator
@@ -61,29 +61,47 @@ DEFAULTS = {
     "save_every": 100,  # steps between checkpoints of a run under way
     "device": "cpu",
     "dtype": "float32",  # "bfloat16": autocast, with losses and optimiser in float32
+    "ref_dtype": "float32",  # of the reference's weights
+    "generation": "loop",  # a cache of transformers' `generate`, as "static": compiled on CUDA
+    "chunked": False,  # log-probs without [B, T, V] logits in memory, where the estimator needs none
+    "checkpointing": False,  # of the policy's activations
 }
 
 
 # One step -------------------------------------------------------------------------------------------------------------
 
 
-def objective(policy, ref, batch, name, beta, *, group, temperature=1.0, barred=()) -> Float[Tensor, ""]:
+def log_probs(model, batch, with_logits=True, *, chunked=False, group=1, **sampler):
+    """(log-probs [B, T] of a batch's completions, and the logits [B, T, V] that they are from, or None)."""
+    if chunked and not with_logits:
+        temperature = sampler.pop("temperature", 1.0)
+        hidden, weight, bias = completion_hidden(model, *_where(batch), **sampler)
+        return token_logprobs_from_hidden(hidden, weight, batch["completion"], temperature, bias), None
+    logits = _logits(model, batch, group, **sampler)
+    return token_logprobs(logits, batch["completion"]), logits
+
+
+def _logits(model, batch, group, **sampler):
+    group = 1 if model.training else group  # gradient checkpointing works without a cache
+    return completion_logits(model, *_where(batch), group=group, **sampler)
+
+
+def objective(policy, ref, batch, name, beta, *, group, **sampler) -> Float[Tensor, ""]:
     """The loss to minimise on rows sampled from the policy: β times the KL term, minus the reward if the batch has one.
 
     batch: tokens, prompt_mask [B, P], completion, mask [B, T], `group` adjacent rows per prompt, and reward [B] or
     none. The expectation of its gradient is β·(the field that `name` follows) − ∇E[reward]; the reward's part is the
-    score function with the mean of the group's other rows as baseline. beta = 0 leaves the KL term out.
+    score function with the mean of the group's other rows as baseline. beta = 0 leaves the KL term out. sampler: the
+    temperature and barred ids of the rollouts, and `chunked` for `log_probs`.
     """
-    sampler = {"temperature": temperature, "barred": barred, "group": group}
-    logits = completion_logits(policy, *_where(batch), **sampler)
-    logp = token_logprobs(logits, batch["completion"])
+    needs_logits = ESTIMATORS[name].needs_logits if beta else False
+    logp, logits = log_probs(policy, batch, needs_logits, group=group, **sampler)
     loss = 0.0 * logp.sum()
     if beta:
         with torch.no_grad():
-            ref_logits = completion_logits(ref, *_where(batch), **sampler)
-            ref_logp = token_logprobs(ref_logits, batch["completion"])
+            ref_logp, ref_logits = log_probs(ref, batch, needs_logits, group=group, **sampler)
         extra = {"group_size": group} if ESTIMATORS[name].baseline else {}
-        extra |= {"logits": logits, "ref_logits": ref_logits} if ESTIMATORS[name].needs_logits else {}
+        extra |= {"logits": logits, "ref_logits": ref_logits} if needs_logits else {}
         loss = beta * kl_loss(name, logp, ref_logp, batch["mask"], **extra)
     if "reward" in batch:
         reward = batch["reward"].unflatten(0, (-1, group))
@@ -96,7 +114,8 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
     """One optimiser step on a batch, in `chunks` equal parts: the gradient's norm before clipping, and its variance.
 
     Parts hold whole groups, so their losses' mean is the batch's loss. variance is the trace of the covariance of the
-    step's gradient, unbiased from the spread of its parts; NaN with one part.
+    step's gradient, unbiased from the spread of its parts; NaN with one part. Several processes share a batch: each has
+    its own rows, and the gradient is the mean.
     """
     parameters = [p for p in policy.parameters() if p.requires_grad]
     total, squares = [torch.zeros_like(p) for p in parameters], 0.0
@@ -104,11 +123,13 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
         gradients = torch.autograd.grad(loss_of(dict(zip(batch, part))), parameters)
         squares += _square(gradients)
         torch._foreach_add_(total, gradients, alpha=1 / chunks)
+    squares = squares / chunks
+    total, squares, chunks = over_team(total), over_team([squares])[0], chunks * team()[1]
     norm = _square(total).sqrt()
     for parameter, gradient in zip(parameters, total):
         parameter.grad = gradient * (clip / norm).clamp(max=1).to(gradient.dtype)
     optimizer.step()
-    variance = (squares / chunks - norm**2) / (chunks - 1) if chunks > 1 else float("nan") * norm
+    variance = (squares - norm**2) / (chunks - 1) if chunks > 1 else float("nan") * norm
     return {"gradient_norm": norm.item(), "gradient_variance": float(variance)}
 
 
@@ -116,13 +137,48 @@ def _square(gradients):
     return sum(torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients)
 
 
+def team() -> tuple[int, int]:
+    """(index of this process, number of them): more than one share every run if `accelerate launch` started them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return 0, 1
+    from accelerate import PartialState
+
+    state = PartialState(cpu=not torch.cuda.is_available())
+    return state.process_index, state.num_processes
+
+
+def over_team(tensors, what="mean"):
+    """The mean of each tensor over the processes, or (what="gather") the rows of all."""
+    if team()[1] == 1:
+        return tensors
+    from accelerate import utils
+
+    return [utils.reduce(x, "mean") if what == "mean" else utils.gather(x.contiguous()) for x in tensors]
+
+
+def wait():
+    if team()[1] > 1:
+        from accelerate import PartialState
+
+        PartialState().wait_for_everyone()
+
+
+def mine(records) -> list:
+    """This process's share."""
+    index, number = team()
+    if len(records) % number:
+        raise ValueError(f"{len(records)} prompts do not divide among {number} processes: choose a multiple")
+    return records[index * len(records) // number :][: len(records) // number]
+
+
 def sample(model, tokenizer, records, s, source, barred) -> dict:
-    """A batch for `objective`: s["group"] completions of each record's prompt, adjacent."""
+    """A batch for `objective`: s["group"] completions of each record's prompt, adjacent; of this process's records."""
     tokens, prompt_mask = encode(tokenizer, [tasks.prompt(r, tokenizer) for r in records], s["device"])
     tokens, prompt_mask = (x.repeat_interleave(s["group"], 0) for x in (tokens, prompt_mask))
     completion, mask, _ = rollout(
         model, tokens, prompt_mask, s["max_new_tokens"], temperature=s["temperature"],
-        eos=[] if barred else eos_ids(model, tokenizer), barred=barred, group=s["group"], generator=source,
+        eos=[] if barred else eos_ids(model, tokenizer), barred=barred, group=s["group"], share=team(),
+        cache=s["generation"], generator=source,
     )  # fmt: skip
     return {"tokens": tokens, "prompt_mask": prompt_mask, "completion": completion, "mask": mask.float()}
 
@@ -158,6 +214,7 @@ def evaluate(policy, ref, tokenizer, records, swapped_batch, s, source, barred) 
     prompts = {k: rows[k].unflatten(0, (-1, s["group"])).mean(1) for k in rows if "logp" not in k}
     groups = (batch["completion"] * batch["mask"].long()).unflatten(0, (-1, s["group"])).tolist()
     prompts["distinct"] = torch.tensor([len(set(map(tuple, g))) / len(g) for g in groups], dtype=torch.float64)
+    prompts = dict(zip(prompts, over_team([x.to(s["device"]) for x in prompts.values()], "gather")))
     return {k: [v.mean().item(), (v.std() / len(v) ** 0.5).item()] for k, v in prompts.items()}, shown
 
 
@@ -168,10 +225,9 @@ def measure(policy, ref, batch, s, barred) -> dict:
     found = []
     for part in _parts(batch, s):
         logp, ref_logp = (
-            completion_logits(model, *_where(part), temperature=s["temperature"], barred=barred, group=s["group"])
+            _logits(model, part, s["group"], temperature=s["temperature"], barred=barred).log_softmax(-1)
             for model in (policy, ref)
         )
-        logp, ref_logp = logp.log_softmax(-1), ref_logp.log_softmax(-1)
         mask, chosen = part["mask"], part["completion"].unsqueeze(-1)
         own, other = (x.gather(-1, chosen).squeeze(-1) for x in (logp, ref_logp))
         ratio = own - other
@@ -215,16 +271,15 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
         raise ValueError(f"settings: expected {', '.join(GIVEN)} with a name of {', '.join(ESTIMATORS)} or none, "
                          f"and only those in klnb.training.DEFAULTS; got {s}")  # fmt: skip
     s = DEFAULTS | s
-    policy, tokenizer = load(_place(s["policy"]), layers=s["policy_layers"], device=s["device"])
-    ref = load(_place(s["ref"]), layers=s["ref_layers"], device=s["device"])[0].requires_grad_(False)
+    policy, ref, tokenizer = models(s)
     barred = [] if s["eos"] else sorted({*eos_ids(ref, tokenizer), tokenizer.pad_token_id} - {None})
     records, held = (_records(s, split, s[n]) for split, n in (("train", "problems"), ("test", "eval_prompts")))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=s["lr"], weight_decay=0.0)
     loss_of = partial(objective, policy, ref, name=s["name"], beta=s["beta"], group=s["group"],
-                      temperature=s["temperature"], barred=barred)  # fmt: skip
+                      temperature=s["temperature"], barred=barred, chunked=s["chunked"])  # fmt: skip
     cast = partial(torch.autocast, torch.device(s["device"]).type, torch.bfloat16, enabled=s["dtype"] == "bfloat16")
     problems_used = hashlib.sha256("\0".join(r["problem"] for r in records + held).encode()).hexdigest()
-    run = {"done": 0, "steps": {}, "evals": [], "samples": {}, "rows": []}
+    held, run = mine(held), {"done": 0, "steps": {}, "evals": [], "samples": {}, "rows": []}
     if checkpoint and checkpoint.exists():
         state = torch.load(checkpoint, map_location=s["device"], weights_only=True)
         if state["key"] == key(s):
@@ -243,13 +298,13 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
         if i == s["steps"]:
             break
         chosen = torch.randperm(len(records), generator=generator(s["seed"], f"prompts/{i}"))[: s["prompts"]]
-        chosen = [records[j] for j in chosen]
+        chosen = mine([records[j] for j in chosen])
         with cast():
             batch = sample(policy, tokenizer, chosen, s, generator(s["seed"], f"rollout/{i}"), barred)
-            row = {"length": batch["mask"].sum(1).mean().item()}
+            row = {"length": over_team([batch["mask"].sum(1).mean()])[0].item()}
             if s["reward"]:
                 batch["reward"], texts = rewards(batch, tokenizer, chosen, s)
-                row["reward"] = batch["reward"].mean().item()
+                row["reward"] = over_team([batch["reward"].mean()])[0].item()
             if s["reward"] and s["record"]:
                 kept = _listed(texts, measure(policy, ref, batch, s, barred))
                 asked = [{"step": i, "prompt": tasks.prompt(r, tokenizer), "answer": tasks.answer(r)} for r in chosen]
@@ -258,7 +313,7 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
             row |= step(policy, optimizer, batch, loss_of, chunks=s["chunks"], clip=s["clip"])
         for quantity, value in row.items():
             run["steps"].setdefault(quantity, []).append(value)
-        if checkpoint and (i + 1) % s["save_every"] == 0:
+        if checkpoint and (i + 1) % s["save_every"] == 0 and team()[0] == 0:
             state = {"key": key(s), "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
             write(checkpoint, partial(torch.save, state | {"run": run | {"done": i + 1}}))
     of_rows = [{"problem": r["problem"], "answer": tasks.answer(r)} for r in held for _ in range(s["group"])]
@@ -266,6 +321,26 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     samples = [row | {"before": first, "after": last} for row, first, last in zip(of_rows, *ends)]
     used = {"models": {"policy": policy.provenance, "ref": ref.provenance}, "problems": problems_used}
     return {"used": used, "steps": run["steps"], "evals": run["evals"], "samples": samples, "rows": run["rows"]}
+
+
+def models(s):
+    """(policy, reference, tokenizer), with one vocabulary: some families pad theirs to a size that differs by model."""
+    policy, tokenizer = load(_place(s["policy"]), layers=s["policy_layers"], device=s["device"])
+    dtype = getattr(torch, s["ref_dtype"])
+    ref, other = load(_place(s["ref"]), layers=s["ref_layers"], device=s["device"], dtype=dtype)
+    if tokenizer.get_vocab() != other.get_vocab():
+        raise ValueError(f"{s['policy']} and {s['ref']} have different tokenizers: a KL needs the same tokens in both")
+    size = min(m.get_output_embeddings().weight.shape[0] for m in (policy, ref))
+    for model in (policy, ref):
+        if model.get_output_embeddings().weight.shape[0] > size:
+            model.resize_token_embeddings(size)
+        for part in model.modules():  # no dropout
+            if isinstance(getattr(part, "attention_dropout", None), float):
+                part.attention_dropout = 0.0
+    if s["checkpointing"]:
+        policy.activation_checkpointing_enable({"use_reentrant": False})
+        policy.train()
+    return policy, ref.requires_grad_(False), tokenizer
 
 
 problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
@@ -330,7 +405,7 @@ def sweep(runs: dict, folder: Path, processes: int = 1, published: Path | None =
     folder.mkdir(parents=True, exist_ok=True)
     for file in [*folder.glob("beta*-seed*.json*"), *folder.glob(".beta*-seed*.json*")]:  # the latter: cut in a write
         if file.name.removesuffix(".checkpoint") not in runs:
-            file.unlink()
+            file.unlink(missing_ok=True)
     todo = {}
     for name, s in runs.items():
         for file in [folder / name, *([published / name] if published else [])]:
@@ -341,8 +416,10 @@ def sweep(runs: dict, folder: Path, processes: int = 1, published: Path | None =
                 break
         else:
             todo[name] = s
+    wait()  # all have looked before one writes
     if todo:
         in_processes(make, {name: (s, folder / name) for name, s in todo.items()}, processes, folder.name)
+    wait()
     return [json.loads((folder / name).read_text()) for name in runs]
 
 
@@ -350,9 +427,10 @@ def make(s: dict, file: Path, bar=iter):
     """Do one run and write its file."""
     checkpoint = file.with_name(f"{file.name}.checkpoint")
     made = {"code": code(), "torch": torch.__version__, "transformers": transformers.__version__}
-    record = {"key": key(s), "settings": kept(s), "made": made} | train(s, checkpoint, bar)
-    write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
-    checkpoint.unlink(missing_ok=True)
+    record = {"key": key(s), "settings": kept(s), "made": made} | train(s, checkpoint, iter if team()[0] else bar)
+    if team()[0] == 0:
+        write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
+        checkpoint.unlink(missing_ok=True)
 
 
 # A model to start from ------------------------------------------------------------------------------------------------

@@ -92,6 +92,54 @@ def test_rollout_scores_its_samples_as_the_training_step_does(kind):
     assert ((at_one - logp) * keep).abs().max() > 0.1  # another temperature would have been seen
 
 
+@pytest.mark.parametrize("kind, attention", [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
+def test_a_prompt_read_once_for_its_group_changes_nothing(kind, attention):
+    """Logits and gradients against the plain pass, which reads every row's prompt; and the prompt is read once."""
+    model = tiny(kind, attention)
+    _, tokens, mask = prompts([2, 6, 4])
+    tokens, mask = (x.repeat_interleave(3, 0) for x in (tokens, mask))
+    completion = torch.randint(3, V, (9, 5), generator=generator(1, "completion"))
+    seen, embed = [], model.get_input_embeddings()
+    hook = embed.register_forward_hook(lambda _, ids, out: seen.append(tuple(ids[0].shape)))
+    got, want = {}, {}
+    for out, group in ((want, 1), (got, 3)):
+        out["logits"] = models.completion_logits(model, tokens, mask, completion, temperature=0.7, group=group)
+        (token_logprobs(out["logits"], completion) * torch.arange(9)[:, None]).sum().backward()
+        out["gradients"] = torch.cat([p.grad.flatten() for p in model.parameters()])
+        model.zero_grad()
+    assert seen == [(9, 10), (3, 6), (9, 4)]
+    hook.remove()
+    torch.testing.assert_close(got, want, atol=1e-3, rtol=1e-4)
+    one = models.completion_logits(model, tokens, mask, completion[:, :1], temperature=0.7, group=3)
+    torch.testing.assert_close(one, want["logits"][:, :1], atol=1e-4, rtol=1e-4)
+    for wrong in (2, 4):  # rows 1 and 2 ask the same, 2 and 3 do not; and 4 does not divide 9
+        with pytest.raises(ValueError, match=f"the same prompt in every {wrong} adjacent rows"):
+            models.completion_logits(model, tokens, mask, completion, group=wrong)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("barred", [[], [2, 0]])
+def test_every_way_to_generate_draws_the_same_samples(kind, barred):
+    model = tiny(kind)
+    _, tokens, mask = prompts([2, 9, 5, 7])
+    tokens, mask = (x.repeat_interleave(4, 0) for x in (tokens, mask))
+    model.generation_config.top_p, before = 0.1, torch.get_rng_state()  # not ours: nobody asked for it
+    settings = {"temperature": 1.3, "eos": [] if barred else [2, 5, 11], "barred": barred}
+    ways = [{}, {"group": 4}, {"cache": "static"}, {"cache": "dynamic"}]
+    (tokens0, mask0, logp0), *others = (
+        models.rollout(model, tokens, mask, 10, **settings, **way, generator=generator(0, "ways")) for way in ways
+    )
+    assert barred or 0 < mask0.mean() < 1
+    for completion, keep, logp in others:
+        assert torch.equal(completion, tokens0) and torch.equal(keep, mask0) and keep.dtype == mask0.dtype
+        torch.testing.assert_close(logp, logp0, atol=1e-4, rtol=1e-4)
+    halves = [models.rollout(model, tokens[i : i + 8], mask[i : i + 8], 10, **settings, share=(i // 8, 2),
+                             generator=generator(0, "ways"))[0] for i in (0, 8)]  # fmt: skip
+    for i, half in zip((0, 8), halves):
+        assert torch.equal(half, tokens0[i : i + 8, : half.shape[1]])
+    assert model.generation_config.top_p == 0.1 and torch.equal(torch.get_rng_state(), before)
+
+
 def test_gradient_of_the_batch_is_the_sum_over_single_sequences():
     model = tiny()
     rows, tokens, mask = prompts([2, 6])
@@ -131,8 +179,9 @@ def test_samples_follow_the_whole_distribution():
 
 @pytest.mark.parametrize("u, token", [(0.0, 1), (0.2499, 1), (0.2501, 3), (1 - 2**-53, 3)])
 def test_draw_never_takes_a_barred_token(u, token):
-    logp = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).log()  # barred: the first, one in the middle, the last
-    assert models._draw(logp, torch.tensor([u], dtype=torch.float64)).item() == token
+    logits = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]]).log()  # barred: the first, one in the middle, the last
+    drawn, logp = models._draw(logits, torch.tensor([u], dtype=torch.float64), 1.0, [])
+    assert drawn.item() == token and logp.exp().item() == pytest.approx({1: 0.25, 3: 0.75}[token])
 
 
 def test_mask_ends_with_the_first_of_several_eos_and_a_cut_row_has_none():

@@ -1,6 +1,7 @@
 """The loop on models of a few hundred weights: objective, step, evaluation, whole runs, cuts and sweeps."""
 import json
 import os
+import subprocess
 import sys
 from functools import partial
 
@@ -304,6 +305,95 @@ def test_two_processes_write_the_same_bytes_as_one(s, tmp_path, capfd):
     assert "3/3" in capfd.readouterr().err  # the bar
     with pytest.raises(ValueError, match="with a name of k1, k2"):
         training.sweep(training.specs(settings(s), [0, 1], "k4"), tmp_path / "3", processes=2)
+
+
+def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
+    """Two processes, each with half of the prompts and the gradients averaged, against one, to 1e-5."""
+    s = s | {"reward": True, "name": "rao-blackwell", "eval_prompts": 4, "temperature": 1.5}
+    s = {k: v for k, v in s.items() if training.DEFAULTS.get(k, "given") != v}
+    params = {"runs": {"seeds": [0], "train": {k: v for k, v in s.items() if k not in ("name", "seed", "beta")}}}
+    (tmp_path / "params.yaml").write_text(json.dumps(params))
+    alone = training.train(s)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "klnb.training",
+         s["name"], "--params", str(tmp_path / "params.yaml"), "--section", "runs", "-o", str(tmp_path / "two")],
+        env=os.environ | {"PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [f.name for f in (tmp_path / "two").iterdir()] == ["beta1-seed0.json"]
+    shared = json.loads((tmp_path / "two/beta1-seed0.json").read_text())
+    for quantity in ("length", "reward", "gradient_norm"):
+        assert shared["steps"][quantity] == pytest.approx(alone["steps"][quantity], rel=1e-5), quantity
+    for got, want in zip(shared["evals"], alone["evals"], strict=True):
+        assert got.keys() == want.keys()
+        for metric in got:
+            assert got[metric] == pytest.approx(want[metric], rel=1e-5, abs=1e-5), metric
+    assert shared["used"] == alone["used"] and shared["samples"] != []
+
+
+def test_prompts_that_do_not_divide_among_processes_are_told(monkeypatch):
+    monkeypatch.setattr(training, "team", lambda: (1, 2))
+    assert training.mine([1, 2, 3, 4]) == [3, 4]
+    with pytest.raises(ValueError, match="3 prompts do not divide among 2 processes"):
+        training.mine([1, 2, 3])
+
+
+@pytest.mark.parametrize("name", ["k3", "rao-blackwell"])
+def test_what_saves_memory_or_time_changes_nothing(s, name):
+    """Checkpointing, chunked log-probs and generation with a static cache: the same numbers as without, to 1e-3."""
+    s = s | {"name": name, "temperature": 1.5, "steps": 3}
+    plain = training.train(s)
+    for way in ({"checkpointing": True}, {"chunked": True}, {"generation": "static"}):
+        other = training.train(s | way)
+        assert other["steps"]["gradient_norm"] == pytest.approx(plain["steps"]["gradient_norm"], rel=1e-3), way
+        assert other["evals"][-1]["kl"] == pytest.approx(plain["evals"][-1]["kl"], rel=1e-3), way
+
+
+def test_chunked_log_probs_hold_no_logits_and_checkpointing_recomputes(s, monkeypatch):
+    """The memory-saving ways are really taken: no vocabulary-wide logits with a gradient; blocks run again."""
+    policy, ref, tokenizer = training.models(s | {"checkpointing": True})
+    batch = training.sample(policy, tokenizer, training._records(s, "train", 2), s, generator(0, "x"), [])
+    count = []
+    policy.base_model.layers[0].input_layernorm.register_forward_hook(lambda *_: count.append(1))
+    monkeypatch.setattr(training, "completion_logits", None)  # the chunked way doesn't call it
+    loss = training.objective(policy, ref, batch, "k2", 1.0, group=2, chunked=True)
+    assert len(count) == 1
+    gradients(loss, policy)
+    assert len(count) == 2
+
+
+def test_models_of_one_tokenizer_and_two_sizes_of_vocabulary_are_cut_to_the_smaller(s, models, tmp_path):
+    ref, tokenizer = load(s["ref"])
+    ref.resize_token_embeddings(len(tokenizer) + 5)
+    lm_models._save(ref, tokenizer, tmp_path / "wide")
+    policy, cut, _ = training.models(s | {"ref": str(tmp_path / "wide")})
+    assert cut.get_output_embeddings().weight.shape[0] == policy.get_output_embeddings().weight.shape[0] == 27
+    other = tasks.arithmetic_tokenizer()
+    other.add_tokens(["more"])
+    lm_models._save(ref, other, tmp_path / "other")
+    with pytest.raises(ValueError, match="different tokenizers: a KL needs the same tokens in both"):
+        training.models(s | {"ref": str(tmp_path / "other")})
+
+
+def test_published_runs_count_if_their_settings_fit(s, tmp_path, monkeypatch):
+    s = settings(s) | {"steps": 1, "eval_every": 1}
+    there, here = tmp_path / "published", tmp_path / "results"
+    training.sweep(training.specs(s, [0], "k2"), there)
+    record = json.loads((there / "beta1-seed0.json").read_text())
+    record |= {"key": "of older code", "commit": "abc"}
+    (there / "beta1-seed0.json").write_text(json.dumps(record))
+    made, make = [], training.make
+    monkeypatch.setattr(training, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
+    runs = training.specs(s, [0, 1], "k2")
+    got = training.sweep(runs, here, published=there)
+    assert made == ["beta1-seed1.json"] and got[0] == record
+    training.sweep(runs, here, published=there)  # nor are they made again after a change of code
+    monkeypatch.setattr(training, "CODE", training.CODE[:-1])
+    elsewhere = training.specs(s | {"data_dir": "elsewhere"}, [0, 1], "k2")
+    assert training.sweep(elsewhere, here, published=there) == got and made == ["beta1-seed1.json"]
+    training.sweep(training.specs(s | {"lr": 1e-3}, [0], "k2"), here, published=there)
+    assert made == ["beta1-seed1.json", "beta1-seed0.json"]
+    assert "data_dir" not in got[1]["settings"] and got[1]["made"]["code"] != training.code()
 
 
 def test_settings_that_are_unknown_or_missing_are_told(s):
