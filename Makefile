@@ -5,6 +5,9 @@ BIN := $(abspath $(VENV))/bin
 READY := $(VENV)/.ready
 PY := $(BIN)/python
 AUDIT := $(VENV)-audit
+MINUTES ?= 10
+GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
+DATA_PATH = $(if $(DATA_DIR),$(abspath $(DATA_DIR)))
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
 # dvc.yaml says `python`: it must be this environment's, whatever is active in the caller's shell
@@ -16,7 +19,8 @@ export DVC_NO_ANALYTICS := 1
 # not /var/tmp/dvc, which another user may own (no comment after the value: make would keep the spaces)
 export DVC_SITE_CACHE_DIR := $(CURDIR)/.dvc/tmp/site
 
-.PHONY: figures test test-audit publish-audit benchmark-trl site test-site test-smollm2 lab lock clean help
+.PHONY: figures test test-audit publish-audit benchmark-trl site test-site test-smollm2 math-demo smollm2 gpu gpu-plan \
+  gpu-short publish lab lock clean help
 figures: $(READY)  ## run every notebook that is missing or out of date (JOBS at a time), then list the figures
 	@test -e .git || printf '[core]\n    no_scm = true\n' > .dvc/config.local  # a ZIP of the repository, not a clone
 	$(PY) tools/repro.py --jobs $(JOBS)
@@ -48,11 +52,32 @@ test-site: site  ## every page of the tutorial in headless Chromium, offline (De
 	$(PY) -m pip install --disable-pip-version-check $(PIP_ARGS) -q -r site/requirements.txt
 	$(PY) -m pytest tests_site
 
-# without DATA_DIR the problems come from the hub
+# without DATA_DIR the problems of this and what follows come from the hub
 math-demo: $(READY)  ## two steps of RL with SmolLM2-135M on MATH (minutes): make math-demo DATA_DIR=path/to/math
 	$(PY) -m klnb.nbrun notebooks/08_math_reward.py -o build/nb/math-demo.ipynb --params params.yaml --section math_demo \
-	  --results results/math-demo --data_dir "$(if $(DATA_DIR),$(abspath $(DATA_DIR)))"
+	  --results results/math-demo --data_dir "$(DATA_PATH)"
 	@echo "executed notebook: build/nb/math-demo.ipynb; every sample: results/math-demo/08_math_reward.json"
+
+smollm2: $(READY)  ## distillation of SmolLM2-135M on MATH (hours; resumes): make smollm2 DATA_DIR=path/to/math
+	DATA_DIR="$(DATA_PATH)" $(PY) tools/repro.py --jobs $(JOBS) --scale smollm2
+	$(PY) tools/scales.py publish
+
+# GPUS processes share each run
+gpu: $(READY)  ## the paper's scale on CUDA (hours; resumes): make gpu DATA_DIR=path/to/math
+	@$(PY) -c "import torch, sys; torch.cuda.is_available() or sys.exit('make gpu: no CUDA GPU here; make gpu-plan says what it would do, make smollm2 needs none')"
+	for scale in gpu_distillation gpu_math_reward; do \
+	  DATA_DIR="$(DATA_PATH)" GPUS="$(GPUS)" $(PY) tools/repro.py --jobs 1 --scale $$scale || exit 1; done
+	$(PY) tools/scales.py publish
+
+gpu-plan: $(READY)  ## a dry run of make gpu: runs, memory, tokens, time
+	$(PY) tools/scales.py plan --section gpu_distillation --data-dir "$(DATA_PATH)"
+	$(PY) tools/scales.py plan --section gpu_math_reward --data-dir "$(DATA_PATH)"
+
+gpu-short: $(READY)  ## SmolLM2 at the paper's shape on a CUDA GPU, published: make gpu-short MINUTES=10 DATA_DIR=path/to/math
+	$(PY) tools/scales.py short --section gpu_short --minutes $(MINUTES) --data-dir "$(DATA_PATH)"
+
+publish: $(READY)  ## finished runs of these scales into published/, where they count as done for other clones
+	$(PY) tools/scales.py publish
 
 lab: $(READY)  ## the notebooks in JupyterLab
 	$(BIN)/jupyter lab notebooks

@@ -58,8 +58,11 @@ def look(name):
 
 
 def curve(ax, x, runs, name, **changes):
-    """Draw runs [n, len(x)] as their mean with its 95% Student-t band; below 20 runs also each run as a thin line."""
+    """Draw runs [n, len(x)] as their mean with its 95% Student-t band; below 20 runs also each run as a thin line. One
+    run has no band."""
     kw = look(name) | changes
+    if len(runs) == 1:
+        return ax.plot(x, runs[0], **kw)[0]
     mean, low, high = stats.interval(runs)
     if len(runs) < 20:
         for run in runs:

@@ -86,6 +86,9 @@ def _find(name, revision):
     if name.count("/") != 1 or not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise ValueError(f"{name}: no such folder, and a hub id needs revision=<40-digit commit>. {WAYS_OUT}")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # what it tries again; the error below says it in one line
 
     wanted = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
     try:

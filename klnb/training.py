@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -261,7 +262,7 @@ def _full_kl(logp, other, mask):
 def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     """One run with the settings s over DEFAULTS: {"steps": {quantity: [one per step]}, "evals": [...], "samples": ...,
     "rows": what `measure` says of every sample trained on, if s["record"] and s["reward"], "used": what the models say
-    where they are from, and a sha256 of the problems}.
+    where they are from, a sha256 of the problems, the device}.
 
     Its randomness is a function of the seed, the purpose and the step, the same for all estimators: runs with the same
     seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there.
@@ -310,7 +311,8 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
                 asked = [{"step": i, "prompt": tasks.prompt(r, tokenizer), "answer": tasks.answer(r)} for r in chosen]
                 run["rows"] += [asked[j // s["group"]] | row for j, row in enumerate(kept)]
             optimizer.param_groups[0]["lr"] = s["lr"] * (1 - i / s["steps"])
-            row |= step(policy, optimizer, batch, loss_of, chunks=s["chunks"], clip=s["clip"])
+            chunks = max(1, s["chunks"] // team()[1])
+            row |= step(policy, optimizer, batch, loss_of, chunks=chunks, clip=s["clip"])
         for quantity, value in row.items():
             run["steps"].setdefault(quantity, []).append(value)
         if checkpoint and (i + 1) % s["save_every"] == 0 and team()[0] == 0:
@@ -320,11 +322,15 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     ends = [run["samples"][str(run["evals"][at]["step"])] for at in (0, -1)]
     samples = [row | {"before": first, "after": last} for row, first, last in zip(of_rows, *ends)]
     used = {"models": {"policy": policy.provenance, "ref": ref.provenance}, "problems": problems_used}
+    used["device"] = torch.cuda.get_device_name() if s["device"].startswith("cuda") else "CPU"
     return {"used": used, "steps": run["steps"], "evals": run["evals"], "samples": samples, "rows": run["rows"]}
 
 
 def models(s):
     """(policy, reference, tokenizer), with one vocabulary: some families pad theirs to a size that differs by model."""
+    if s["device"].startswith("cuda") and not torch.cuda.is_available():
+        raise OSError("no CUDA GPU here (torch.cuda.is_available() is False): run it on a machine that has one and a "
+                      "CUDA build of torch, or take `make smollm2`, which needs none")  # fmt: skip
     policy, tokenizer = load(_place(s["policy"]), layers=s["policy_layers"], device=s["device"])
     dtype = getattr(torch, s["ref_dtype"])
     ref, other = load(_place(s["ref"]), layers=s["ref_layers"], device=s["device"], dtype=dtype)
@@ -377,7 +383,7 @@ def specs(settings: dict, seeds, name: str, betas=None) -> dict:
 
 def key(s: dict) -> str:
     """Of a run: its settings, the code that makes it, the versions of what that uses, and the models' weights."""
-    parts = [json.dumps(kept(s), sort_keys=True), torch.__version__, transformers.__version__, code()]
+    parts = [digest(kept(s)), torch.__version__, transformers.__version__, code()]
     weights = [ROOT / s[m] / "model.safetensors" for m in ("policy", "ref")]
     parts += [hashlib.sha256(w.read_bytes()).hexdigest() for w in weights if w.exists()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -386,6 +392,11 @@ def key(s: dict) -> str:
 def kept(s: dict) -> dict:
     """The settings that a record keeps: all but where this machine has its data."""
     return {k: v for k, v in (DEFAULTS | s).items() if k != "data_dir"}
+
+
+def digest(settings: dict) -> str:
+    """sha256 of settings, in whatever order."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
 def code(read=lambda name: Path(__file__).with_name(name).read_text()) -> str:
@@ -466,6 +477,8 @@ def main(argv=None):
     ap.add_argument("--section", required=True, help="a section of it, with seeds, settings, and maybe betas and rates")
     ap.add_argument("--settings", default="train", help="names of its settings, comma-separated, later ones win")
     ap.add_argument("--processes", type=int, default=2)
+    ap.add_argument("--work", type=Path, help="the folder where runs are made and stay for the next time, if not the "
+                                              "output: DVC deletes that before a stage runs")
     ap.add_argument("--published", type=Path, help="a folder whose finished runs count as done")
     ap.add_argument("--data-dir", help="the folder with MATH's train.jsonl and test.jsonl; else they come from the hub")
     args = ap.parse_args(argv)
@@ -477,7 +490,14 @@ def main(argv=None):
     settings |= {"data_dir": args.data_dir} if args.data_dir else {}
     seeds = section.get("seeds_of", {}).get(args.name, section["seeds"])
     runs = specs(settings, seeds, args.name, section.get("betas"))
-    sweep(runs, args.output, args.processes, args.published)
+    work = args.work or args.output
+    try:
+        sweep(runs, work, args.processes, args.published)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{args.section}, {args.name}: {error}")
+    if work != args.output and team()[0] == 0:
+        shutil.rmtree(args.output, ignore_errors=True)
+        shutil.copytree(work, args.output)
 
 
 if __name__ == "__main__":

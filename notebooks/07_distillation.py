@@ -23,14 +23,19 @@
 import inspect
 import json
 import tempfile
+import warnings
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+import torch
 
 from klnb import figures as fg
 from klnb import tasks, training
+from klnb.comparing import compare
+from klnb.losses import token_logprobs
+from klnb.models import completion_logits, eos_ids
 from klnb.paths import PUBLISHED, ROOT
 from klnb.stats import generator, interval, paired
 
@@ -42,6 +47,7 @@ seeds = [0, 1, 2, 3, 4, 5]
 train = {}  # settings of all runs
 rates = {}  # learning rate of each estimator
 variable = {}  # what differs where completions may end
+compared = 256  # prompts for the alignment of the gradients
 results = "results"
 figures = "figures"
 
@@ -193,9 +199,48 @@ for name, records in fixed.items():
           f"20; variance {variances.mean():.3g}, {variances.sum() / (norms**2).sum():.0%} of the squared norm; "
           f"{(norms > train['clip']).mean():.0%} of the steps clipped")  # fmt: skip
 
+# %% [markdown]
+# ## Does it matter in this run?
+#
+# Before training anything one can ask how each estimator's expected gradient lies to $R_{\mathrm{seq}}$ on the model
+# at hand. `klnb.compare` answers from one batch of the policy's own samples, with products of disjoint blocks only, so
+# that noise neither lowers a cosine nor raises a norm. Here at the start of training:
+
+
+# %%
+def with_reference(policy, ref, tokenizer, s):
+    """A batch of the policy's samples as `compare` takes it, with the reference's log-probs and logits."""
+    barred = sorted({*eos_ids(ref, tokenizer), tokenizer.pad_token_id})
+    records = training.problems(s["problems"], split="train")[-compared:]
+    batch = training.sample(policy, tokenizer, records, s, generator(seeds[0], "compare"), barred)
+    sampler = {"temperature": s["temperature"], "barred": barred}
+    where = batch["tokens"], batch["prompt_mask"], batch["completion"]
+    with torch.no_grad():
+        logits = completion_logits(ref, *where, **sampler, group=s["group"])
+    rows = {"tokens": torch.cat([where[0], where[2]], 1), "ref_logits": logits, "group_size": s["group"], **sampler}
+    return rows | {"ref_logp": token_logprobs(logits, where[2]), "prompt_mask": where[1], "mask": batch["mask"]}
+
+
+s = training.DEFAULTS | train | {"name": names[0], "seed": seeds[0]}
+policy, ref, tokenizer = training.models(s)
+rows = with_reference(policy, ref, tokenizer, s)
+
+# %%
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    aligned = compare(policy, rows, names, draws=min(8, compared))
+print(*(str(w.message) for w in told), sep="\n")
+aligned.set_index("name").round(3)
+
+# %% [markdown]
+# k1 has no expected gradient, so there is nothing to align. The right gradients have cosine 1 up to their interval.
+# What is to be read off is how far k2's and k3's point elsewhere in *this* run, and how long they are beside
+# $R_{\mathrm{seq}}$: a cosine near 1 says that the choice is one of noise, not of direction.
+
 # %%
 RESULTS.mkdir(parents=True, exist_ok=True)
 kept = {"steps": steps, "seeds": seeds, "models": reached, "noise": noise, "standard_errors": errors,
+        "alignment": json.loads(aligned.to_json(orient="records")),
         "evaluations": {name: {m: c[m].tolist() for m in c} for name, c in data.items()},
         "claims": {claim: d | {"verdict": verdict(d)} for claim, d in claims.items()}}  # fmt: skip
 weights = ", ".join("{} of {parameters:,} weights".format(role, **row) for role, row in reached.items())
@@ -295,6 +340,67 @@ fg.save(fig, "07_variable_length", caption(
     "KL(π‖π_ref) from full-vocabulary sums on the student's samples, length, entropy, share of right answers",
     "EOS allowed", len(variable_names),
     alt="Four panels over training steps, three curves each: target divergence, length, entropy, accuracy."), FIGURES)
+
+# %% [markdown]
+# ## A real language model
+#
+# The same loop on SmolLM2-135M-Instruct as teacher, and as student its own first blocks, on the problems of MATH. These
+# runs take hours on a CPU: `make smollm2` makes them, `make publish` puts each into `published/` as it ends, with the
+# commit and versions it was made with, and this notebook only reads them. Three seeds are few, and one is one.
+
+# %%
+real = {}
+for file in sorted((PUBLISHED / "smollm2").glob("*/beta1-seed*.json")):
+    real.setdefault(file.parent.name, []).append(json.loads(file.read_text()))
+real = {name: real[name] for name in fg.LABELS if name in real}
+counts = {name: len(records) for name, records in real.items()}
+first = next(iter(real.values()))[0]
+for part in ("policy", "ref"):
+    print(part, {k: v for k, v in first["used"]["models"][part].items() if k != "sha256"})
+shared = {json.dumps({k: v for k, v in r["settings"].items() if k not in ("name", "seed")})
+          for records in real.values() for r in records}  # fmt: skip
+assert len(shared) == 1  # all with the same settings
+real_s = first["settings"]
+real_steps = [e["step"] for e in first["evals"]]
+real_data = {name: curves(records) for name, records in real.items()}
+print("runs:", counts, "seeds:", sorted({r["settings"]["seed"] for rs in real.values() for r in rs}))
+
+# %%
+cell = "{0:.3g} ± {1:.2g}".format
+rows = {"start": {text: f"{next(iter(real_data.values()))[m][:, 0].mean():.3g}" for m, text in METRICS.items()}}
+for name, c in real_data.items():
+    ends = {text: c[m][:, -1] for m, text in METRICS.items()}
+    rows[name] = {text: cell(interval(x)[0], interval(x)[0] - interval(x)[1]) if len(x) > 1 else f"{x[0]:.3g}"
+                  for text, x in ends.items()}  # fmt: skip
+pd.DataFrame(rows).T
+
+# %%
+kept["smollm2"] = {"steps": real_steps, "counts": counts,
+                   "evaluations": {name: {m: c[m].tolist() for m in c} for name, c in real_data.items()}}  # fmt: skip
+(RESULTS / "07_distillation.json").write_text(json.dumps(kept) + "\n")
+fig, axes = plt.subplots(3, 1, figsize=(7, 8), sharex=True)
+for ax, metric in zip(axes, ("kl", "entropy", "distinct")):
+    for name, c in real_data.items():
+        fg.curve(ax, real_steps, c[metric], name)
+    ax.set(xlim=(0, real_steps[-1]), ylabel=METRICS[metric])
+    fg.label_ends(ax)
+axes[0].set(yscale="log", ylabel=r"$\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, nats a sequence")
+axes[-1].set_xlabel("step")
+few = ", ".join(f"{name} {n}" for name, n in counts.items())
+source = first["used"]["models"]["ref"]
+fg.save(fig, "07_smollm2", caption(
+    "Distillation of SmolLM2-135M into its own first blocks",
+    "KL(π‖π_ref) from full-vocabulary sums on the student's samples; entropy; share of a prompt's samples that differ",
+    "", 0, alt="Three panels of curves over training steps: target divergence, entropy, share of distinct samples.") | {
+    "setting": f"MATH problems of levels {real_s['levels']}; student: the first {real_s['policy_layers']} blocks of "
+               f"{source['model']}, teacher: all of it, weights {source['weights']}; completions of "
+               f"{real_s['max_new_tokens']} tokens, EOS barred; {real_s['prompts']} prompts × {real_s['group']} "
+               f"completions a step, {real_s['steps']} steps of AdamW, learning rate {real_s['lr']:g} from a grid on "
+               f"k2 with another seed; {real_s['eval_prompts']} held-out prompts an evaluation",
+    "scale": "smollm2", "dtype": f"{real_s['dtype']} autocast, losses and optimiser in float32",
+    "n": f"runs: {few} (a single run has no band)",
+    "seeds": ", ".join(str(i) for i in sorted({r["settings"]["seed"] for rs in real.values() for r in rs})),
+}, FIGURES)
 
 # %% [markdown]
 # ## Appendix: how the settings were chosen

@@ -309,7 +309,7 @@ def test_two_processes_write_the_same_bytes_as_one(s, tmp_path, capfd):
 
 def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
     """Two processes, each with half of the prompts and the gradients averaged, against one, to 1e-5."""
-    s = s | {"reward": True, "name": "rao-blackwell", "eval_prompts": 4, "temperature": 1.5}
+    s = s | {"reward": True, "name": "rao-blackwell", "eval_prompts": 4, "temperature": 1.5, "chunks": 4}
     s = {k: v for k, v in s.items() if training.DEFAULTS.get(k, "given") != v}
     params = {"runs": {"seeds": [0], "train": {k: v for k, v in s.items() if k not in ("name", "seed", "beta")}}}
     (tmp_path / "params.yaml").write_text(json.dumps(params))
@@ -322,7 +322,7 @@ def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
     assert done.returncode == 0, done.stderr
     assert [f.name for f in (tmp_path / "two").iterdir()] == ["beta1-seed0.json"]
     shared = json.loads((tmp_path / "two/beta1-seed0.json").read_text())
-    for quantity in ("length", "reward", "gradient_norm"):
+    for quantity in ("length", "reward", "gradient_norm", "gradient_variance"):
         assert shared["steps"][quantity] == pytest.approx(alone["steps"][quantity], rel=1e-5), quantity
     for got, want in zip(shared["evals"], alone["evals"], strict=True):
         assert got.keys() == want.keys()

@@ -71,11 +71,12 @@ def prune(repo):
     return gone
 
 
-def outdated(repo):
-    """{stage name: (names of outdated stages that must run before it, alone)} for all that may have to run."""
+def outdated(repo, file="dvc.yaml", only=""):
+    """{stage name: (names of outdated stages that must run before it, alone)} for all that may have to run: those of
+    one file (what runs on purpose only has its own), and of the stages called `only` if that is given."""
     graph = repo.index.graph  # edges from a stage to those that it needs
-    graph = graph.subgraph(s for s in graph if s.path_in_repo == "dvc.yaml")  # not what runs on purpose only
-    changed = set(repo.status("dvc.yaml"))
+    graph = graph.subgraph(s for s in graph if s.path_in_repo == file and only in ("", s.name.split("@")[0]))
+    changed = set(repo.status(file))
     stale = set()
     for stage in TopologicalSorter({s: list(graph.successors(s)) for s in graph}).static_order():
         if stage.addressing in changed or stale & set(graph.successors(stage)):
@@ -119,19 +120,20 @@ def run_all(todo, jobs, command):
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--jobs", type=int, default=os.cpu_count(), help="stages at a time")
-    jobs = ap.parse_args().jobs
+    ap.add_argument("--scale", default="", help="the stages of this name in scales/dvc.yaml, instead of dvc.yaml's")
+    args = ap.parse_args()
     root = Path(Repo.find_root())
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # stages say `python`
     mend(root)
     with Repo(root) as repo:
         prune(repo)
-        todo = outdated(repo)
+        todo = outdated(repo, "scales/dvc.yaml", args.scale) if args.scale else outdated(repo)
     print(f"{len(todo)} stages to run" if todo else "every stage is up to date", flush=True)
-    failed = run_all(todo, jobs, [*DVC, "--wait-for-lock", "repro", "--single-item"])
+    failed = run_all(todo, args.jobs, [*DVC, "--wait-for-lock", "repro", "--single-item"])
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; what finished is kept, run again to go on")
     # the last word on what is up to date is DVC's
-    if todo and subprocess.run([*DVC, "repro"], stdout=subprocess.DEVNULL).returncode:
+    if todo and not args.scale and subprocess.run([*DVC, "repro"], stdout=subprocess.DEVNULL).returncode:
         sys.exit("dvc repro failed")
 
 

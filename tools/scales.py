@@ -1,0 +1,207 @@
+"""The expensive scales (scales/dvc.yaml): their cost, a short one in a given time, their runs as data in git.
+
+python tools/scales.py plan --section smollm2 --data-dir path/to/math     a dry run: runs, memory, tokens, and time from
+                                                                         two timed steps
+python tools/scales.py short --section gpu_short --minutes 10 --data-dir ...   as many steps as fit, then publish
+python tools/scales.py publish                          finished runs into published/, with what they were made with
+"""
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from ruamel.yaml import YAML
+
+from klnb import paths, training
+from klnb.processes import in_processes, write
+
+SCALES = ("smollm2", "gpu_distillation", "gpu_math_reward", "gpu_short")
+DIGITS = 6  # significant ones, of published numbers
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def runs_of(section: dict, changes: dict) -> dict:
+    """{name/file: settings} of a section's runs, all names of a seed before the next seed."""
+    found = {}
+    for seed in section["seeds"]:
+        for name in section["names"]:
+            if seed in section.get("seeds_of", {}).get(name, section["seeds"]):
+                made = training.specs(section["train"] | changes, [seed], name, section.get("betas"))
+                found |= {f"{name}/{file}": s for file, s in made.items()}
+    return found
+
+
+def done(run: str, s: dict, *folders: Path) -> bool:
+    """Is this run finished in one of the folders?"""
+    files = [f for f in (folder / run for folder in folders) if f.exists()]
+    return any(training.kept(json.loads(f.read_text())["settings"]) == training.kept(s) for f in files)
+
+
+def timed(s: dict) -> dict:
+    """Seconds of the second and third step of a run and of its first evaluation (the first step's are warm-up), and the
+    peak of memory, bytes."""
+    at = []
+
+    def clock(steps):
+        for i in steps:
+            at.append(time.monotonic())
+            yield i
+
+    cuda = s["device"].startswith("cuda") and torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    training.train(s | {"steps": 3, "eval_every": 3}, bar=clock)
+    end = time.monotonic()
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"step": (at[3] - at[1]) / 2, "evaluation": end - at[3], "memory": peak}
+
+
+def memory(s: dict) -> dict:
+    """Bytes that a run needs on its device, by what needs them; from the models' sizes."""
+    policy, ref, _ = training.models(s | {"device": "cpu"})
+    weights, of_ref = (sum(p.numel() for p in m.parameters()) for m in (policy, ref))
+    c, half = policy.config, 2 if s["dtype"] == "bfloat16" else 4
+    rows = s["prompts"] * s["group"]
+    width = s["max_new_tokens"] + 256  # with a long prompt
+    heads = getattr(c, "num_key_value_heads", c.num_attention_heads) * c.hidden_size // c.num_attention_heads
+    kept = c.num_hidden_layers * c.hidden_size * (1 if s["checkpointing"] else 16)
+    vocabulary = rows // s["chunks"] * s["max_new_tokens"] * c.vocab_size
+    return {
+        "policy: weights, gradients twice, AdamW": 4 * 5 * weights,
+        "reference": of_ref * getattr(torch, s["ref_dtype"]).itemsize,
+        "cache of the rollouts": 2 * half * rows * width * c.num_hidden_layers * heads,
+        "activations of a part": half * rows // s["chunks"] * width * kept,
+        "logits of a part, six times": 6 * 4 * vocabulary,
+    }
+
+
+def plan(title: str, section: dict, changes: dict):
+    """Print what the runs of a section would do and cost, from two timed steps."""
+    runs = runs_of(section, changes)
+    left = {r: s for r, s in runs.items() if not done(r, s, paths.PUBLISHED / title, paths.BUILD / "runs" / title)}
+    s = training.DEFAULTS | next(iter((left or runs).values()))
+    step = s["prompts"] * s["group"]
+    print(f"{title}: {len(runs)} runs ({', '.join(section['names'])}; seeds {section['seeds']}), {len(left)} to do")
+    print(f"a run: {s['steps']} steps of {s['prompts']} prompts x {s['group']} completions, at most "
+          f"{s['max_new_tokens']} tokens each: {s['steps'] * step * s['max_new_tokens']:,} tokens; "
+          f"{s['steps'] * step * s['max_new_tokens'] * len(left):,} in all", flush=True)  # fmt: skip
+    print(f"learning rate {s['lr']:g}, gradients clipped at {s['clip']:g}, {s['dtype']}, on {s['device']}")
+    try:
+        parts = memory(s)
+        for what, size in parts.items():
+            print(f"  {size / 2**30:7.2f} GiB  {what}")
+        print(f"  {sum(parts.values()) / 2**30:7.2f} GiB  in all, estimated", flush=True)
+        took = timed(s)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{title}: {error}")
+    evaluations = 1 + -(-s["steps"] // s["eval_every"])
+    each = s["steps"] * took["step"] + evaluations * took["evaluation"]
+    print(f"two timed steps: {took['step']:.2f} s each, an evaluation {took['evaluation']:.1f} s, "
+          f"peak {took['memory'] / 2**30:.2f} GiB of memory")  # fmt: skip
+    print(f"a run: {each / 60:.1f} minutes; what is left: {each * len(left) / 3600:.2f} hours, one run at a time")
+
+
+def short(title: str, section: dict, changes: dict, minutes: float):
+    """All runs of a section, with as many steps each as fit into the time; then publish them."""
+    start = time.monotonic()
+    runs = runs_of(section, changes | {"steps": 1})
+    try:
+        took = timed(training.DEFAULTS | next(iter(runs.values())))
+        spent = time.monotonic() - start
+        fixed = spent - 3 * took["step"]  # loading, and three evaluations for the two here
+        steps = int(((60 * minutes - spent) / len(runs) - fixed - took["evaluation"]) / took["step"])
+        if steps < 4:
+            raise ValueError(f"{minutes:g} minutes are too few: {len(runs)} runs of at least 4 steps would take "
+                             f"{len(runs) * (fixed + took['evaluation'] + 4 * took['step']) / 60 + spent / 60:.1f}; "
+                             "give more MINUTES")  # fmt: skip
+        print(f"{title}: {len(runs)} runs of {steps} steps, {took['step']:.2f} s a step", flush=True)
+        runs = runs_of(section, changes | {"steps": steps, "eval_every": max(1, steps // 2)})
+        folder = paths.BUILD / "runs" / title
+        jobs = {}
+        for run, s in runs.items():
+            (folder / run).parent.mkdir(parents=True, exist_ok=True)
+            jobs[run] = (s, folder / run)
+        in_processes(training.make, jobs, 1, title)
+    except (OSError, ValueError) as error:
+        sys.exit(f"{title}: {error}")
+    publish()
+    print(f"{(time.monotonic() - start) / 60:.1f} minutes")
+
+
+# Publishing -----------------------------------------------------------------------------------------------------------
+
+
+def publish(root: Path = paths.ROOT):
+    """Copy finished runs of the scales to published/SCALE/NAME/, with the commit whose code made them; list them."""
+    for scale in SCALES:
+        for file in sorted((root / "build/runs" / scale).glob("*/beta*-seed*.json")):
+            record = json.loads(file.read_text())
+            target = root / "published" / scale / file.relative_to(root / "build/runs" / scale)
+            if "commit" in record:  # came from there
+                continue
+            if target.exists() and json.loads(target.read_text())["key"] == record["key"]:
+                continue
+            record["commit"] = commit_of(record["made"]["code"], root)
+            record["made"]["parameters"] = training.digest(record["settings"])
+            target.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(_rounded(record), indent=None, separators=(",", ":"), allow_nan=False) + "\n"
+            write(target, partial(_put, text))
+            print("published", target.relative_to(root))
+
+
+def _put(text, file):
+    file.write_text(text)
+
+
+def _rounded(x):
+    if isinstance(x, dict):
+        return {k: v if k == "settings" else _rounded(v) for k, v in x.items()}
+    if isinstance(x, list):
+        return [_rounded(v) for v in x]
+    return float(f"{x:.{DIGITS}g}") if isinstance(x, float) else x
+
+
+def commit_of(code: str, root: Path) -> str:
+    """The newest commit whose training code has this hash. ValueError if there is none: commit the code first."""
+    git = partial(subprocess.run, cwd=root, capture_output=True, text=True)
+    log = git(["git", "log", "--format=%H", "--", *(f"klnb/{m}.py" for m in training.CODE)]).stdout.split()
+    for commit in log:
+        shown = {m: git(["git", "show", f"{commit}:klnb/{m}.py"]) for m in training.CODE}
+        if not any(p.returncode for p in shown.values()):
+            if training.code(lambda name, shown=shown: shown[name.removesuffix(".py")].stdout) == code:
+                return commit
+    raise ValueError(f"no commit has the code that made this run (sha256 {code[:12]}...): commit it, then publish")
+
+
+def main(argv=None):
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("what", choices=["plan", "short", "publish"])
+    ap.add_argument("--section", default="smollm2", help="of params.yaml: " + ", ".join(SCALES))
+    ap.add_argument("--params", type=Path, default=paths.PARAMS)
+    ap.add_argument("--data-dir", help="the folder with MATH's train.jsonl and test.jsonl; else they come from the hub")
+    ap.add_argument("--minutes", type=float, default=10.0, help="of short")
+    args = ap.parse_args(argv)
+    if args.what == "publish":
+        try:
+            return publish()
+        except ValueError as error:
+            sys.exit(str(error))
+    sections = YAML(typ="safe", pure=True).load(args.params.read_text())
+    if args.section not in sections:
+        ap.error(f"no section {args.section} in {args.params.name}")
+    changes = {"data_dir": args.data_dir} if args.data_dir else {}
+    if args.what == "plan":
+        plan(args.section, sections[args.section], changes)
+    else:
+        short(args.section, sections[args.section], changes, args.minutes)
+
+
+if __name__ == "__main__":
+    main()
