@@ -10,7 +10,8 @@ without weight decay, its gradient clipped to norm 1; a KL term and a reward; th
 checkpointing, nothing logged to disk. What else each side is set to stands in `ours` and `trl`.
 
 The work differs in this, and the table of tokens and positions counts it. Ours reads each prompt once for its 4
-completions, in rollout, reference and policy, gradients included; TRL reads it in every row. Ours projects onto the
+completions, in rollout, reference and policy, gradients included ("not shared": ours without that); TRL reads it in
+every row. Ours projects onto the
 vocabulary what predicts a completion's tokens; TRL every position of the row but the last, in tiles that its backward
 pass projects again and whose gradients it multiplies in float32. TRL also takes entropy and metrics. Under autocast,
 ours casts the weights to bfloat16 once for a rollout and once for a step, TRL at every call of the model. AdamW is
@@ -48,7 +49,8 @@ from klnb.models import encode, eos_ids, load
 from klnb.stats import generator
 
 GROUP, BETA, LR, CLIP = 4, 0.04, 1e-5, 1.0
-SIDES = {"TRL": None, "klnb": 1, "klnb, 2 parts": 2}  # parts that a step's rows go through the model in
+# parts that a step's rows go through the model in, and whether a prompt is read once for its completions
+SIDES = {"TRL": None, "klnb": (1, True), "klnb, 2 parts": (2, True), "klnb, not shared": (1, False)}
 PARTS = ("rollout", "reference", "policy, loss", "backward, clip", "optimizer", "rest")
 READS = ("rollout", "reference", "policy")
 
@@ -94,7 +96,7 @@ def of_step(records, i, args):
     return records[i * args.prompts : (i + 1) * args.prompts]
 
 
-def ours(args, chunks):
+def ours(args, chunks, shared):
     """A function of the step's number that does it, as `klnb.training.train` does with task "math" and a reward:
     (seconds of its parts, counts). KL term "reward-to-go", leave-one-out baseline for the reward."""
     policy, tokenizer, barred, records = common(args)
@@ -111,7 +113,10 @@ def ours(args, chunks):
         return lambda *a, **k: (fn if torch.is_grad_enabled() else at_reference)(*a, **k)
 
     names = ("completion_logits", "token_logprobs")  # what `objective` takes the reference's log-probs with
-    patches = [mock.patch.object(training, name, unless_training(getattr(training, name))) for name in names]
+    replaced = {name: unless_training(getattr(training, name)) for name in names}
+    if not shared:
+        alone = {"rollout": training.rollout, "completion_logits": replaced["completion_logits"]}
+        replaced |= {name: lambda *a, fn=fn, **k: fn(*a, **k | {"group": 1}) for name, fn in alone.items()}
 
     def step(i):
         start = time.perf_counter()
@@ -128,7 +133,7 @@ def ours(args, chunks):
         return collected(spent, counted)
 
     def run(i):
-        with patches[0], patches[1]:
+        with mock.patch.multiple(training, **replaced):
             return step(i)
 
     return run
@@ -212,7 +217,7 @@ def alone(side, args):
     """Peak memory, MiB, of this process, which should be new, in two steps of one side."""
     args.steps = 1
     if SIDES[side]:
-        step = ours(args, SIDES[side])
+        step = ours(args, *SIDES[side])
         step(0), step(1)
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +228,7 @@ def alone(side, args):
 def measure(args):
     """{side: [what `collected` gives, of each counted step]}; all sides in this process, in turn."""
     got = {side: [] for side in SIDES}
-    others = {side: ours(args, chunks) for side, chunks in SIDES.items() if chunks}
+    others = {side: ours(args, *how) for side, how in SIDES.items() if how}
 
     def after_step(i, result):
         got["TRL"].append(result)
@@ -281,7 +286,7 @@ def main(argv=None):
 
 def report(got, memory, tokens):
     def row(name, values):
-        print(f"{name:<26}" + "".join(f"{v:>26}" for v in values))
+        print(f"{name:<20}" + "".join(f"{v:>24}" for v in values))
 
     def median(side, kind, part):
         return statistics.median(step[kind][part] for step in got[side])

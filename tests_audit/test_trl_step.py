@@ -16,7 +16,8 @@ def test_the_work_of_both_sides(tmp_path, capsys):
 
     Blocks: ours 2·3 + 8·(4 − 1) = 30 in all three; TRL's rollout 8·(3 + 4 − 1) = 48, its passes over whole rows
     8·(3 + 4) = 56. Vocabulary: ours one position a prompt and one for each later token, 2 + 8·3 = 26; TRL's rollout
-    one for each token, 8·4 = 32, its passes all positions but the last, 8·(3 + 4 − 1) = 48.
+    one for each token, 8·4 = 32, its passes all positions but the last, 8·(3 + 4 − 1) = 48. Ours with prompts that are
+    not shared: 8·(3 + 4 − 1) = 48 tokens and 8·4 = 32 positions.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -43,6 +44,7 @@ def test_the_work_of_both_sides(tmp_path, capsys):
         trl_step.main(["--data-dir", str(tmp_path), "--model", str(tmp_path / "model"), "--layers", "1", "--steps", "1",
                        "--prompts", "2", "--tokens", "4", "--threads", str(torch.get_num_threads())])  # fmt: skip
     out = capsys.readouterr().out
-    counts = [line.split()[-3:] for line in out.splitlines() if line.split()[-4:-3] in (["tokens"], ["positions"])]
-    expected = [[48, 30, 30], [56, 30, 30], [56, 30, 30], [32, 26, 26], [48, 26, 26], [48, 26, 26]]
+    counts = [line.split()[-4:] for line in out.splitlines() if line.split()[-5:-4] in (["tokens"], ["positions"])]
+    expected = [[48, 30, 30, 48], [56, 30, 30, 48], [56, 30, 30, 48]]  # blocks: rollout, reference, policy
+    expected += [[32, 26, 26, 32], [48, 26, 26, 32], [48, 26, 26, 32]]
     assert [[int(n) for n in row] for row in counts] == expected, out
