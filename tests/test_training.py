@@ -1,6 +1,7 @@
 """The loop on models of a few hundred weights: objective, step, evaluation, whole runs, cuts and sweeps."""
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -443,6 +444,23 @@ def test_command_lines_make_models_and_runs(tmp_path, capsys):
     assert sorted(f.name for f in (tmp_path / "k1").iterdir()) == ["beta1-seed0.json", "beta1-seed1.json"]
     done = json.loads((tmp_path / "k1/beta1-seed0.json").read_text())["settings"]
     assert done["steps"] == 1 and done["lr"] == 0.25 and done["prompts"] == SMALL["prompts"]
+
+
+def test_runs_stay_in_a_work_folder_when_the_output_is_deleted(s, tmp_path, monkeypatch):
+    """As DVC does before a stage runs: only a new seed's run is made, and a removed seed's is in neither folder."""
+    made, make = [], training.make
+    monkeypatch.setattr(training, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
+    s = {k: v for k, v in settings(s).items() if training.DEFAULTS.get(k, "given") != v} | {"steps": 1, "eval_every": 1}
+    (work, output), file = (tmp_path / "work", tmp_path / "out"), tmp_path / "params.yaml"
+    common = ["k2", "--params", str(file), "--section", "runs", "--processes", "1", "--work", str(work)]
+    for seeds, new in (([0, 1], [0, 1]), ([0, 2], [2])):
+        file.write_text(json.dumps({"runs": {"seeds": seeds, "train": s}}))
+        training.main([*common, "-o", str(output)])
+        assert made == [f"beta1-seed{i}.json" for i in new]
+        for folder in (work, output):
+            assert sorted(f.name for f in folder.iterdir()) == [f"beta1-seed{i}.json" for i in seeds]
+        made.clear()
+        shutil.rmtree(output)
 
 
 def test_math_prompts_hold_examples_that_are_not_trained_on(tmp_path, s):
