@@ -51,12 +51,14 @@ def test_prune_deletes_what_no_stage_makes(repo):
     with Repo(repo) as r:
         r.reproduce()
     (repo / "build/nb").mkdir(parents=True)
-    for file in ("runs/old", "build/nb/old.ipynb", "mine"):
+    for file in ("runs/old", "build/nb/old.ipynb", "mine", "published/scale/k2/run"):
+        (repo / file).parent.mkdir(parents=True, exist_ok=True)
         (repo / file).write_text("x")
+    (repo / "dvc.yaml").write_text(PIPELINE.replace("[runs]", "[runs, published/scale]"))
     with Repo(repo) as r:
         gone = repro.prune(r)
     assert sorted(str(f.relative_to(repo)) for f in gone) == ["build/nb/old.ipynb", "runs/old"]
-    assert (repo / "mine").exists() and (repo / "runs/a").exists()
+    assert all((repo / file).exists() for file in ("mine", "runs/a", "published/scale/k2/run"))
 
 
 def test_the_whole_run_resumes_after_a_failure_and_a_cut(repo):

@@ -54,13 +54,14 @@ def _is_run(process, root):
 
 
 def prune(repo):
-    """Delete files that no stage makes from build/nb and from folders that stages read as a whole; list them.
+    """Delete files that no stage makes from build/nb and from folders of results that stages read whole; list them.
 
     After `seeds: [0, 1]` becomes `seeds: [0]`, DVC leaves the old run's file where it is, and a stage that reads the
     folder would still use it.
     """
     outs = {Path(o.fs_path) for o in repo.index.outs}
     folders = {Path(d.fs_path) for s in repo.index.stages for d in s.deps if Path(d.fs_path).is_dir()}
+    folders = {f for f in folders if Path(repo.root_dir) / "published" not in f.parents}  # data in git
     folders.add(Path(repo.root_dir) / "build/nb")
     gone = []
     for file in sorted({f for folder in folders for f in folder.rglob("*") if f.is_file()}):
