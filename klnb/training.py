@@ -26,7 +26,7 @@ from klnb.estimators import k1, k2, k3
 from klnb.losses import ESTIMATORS, kl_loss, token_logprobs, token_logprobs_from_hidden
 from klnb.models import completion_hidden, completion_logits, encode, eos_ids, load, rollout
 from klnb.paths import ROOT
-from klnb.processes import end_with_parent, in_processes, write
+from klnb.processes import end_with_parent, in_processes, mine, over_team, team, wait, write
 from klnb.stats import generator
 
 import transformers  # isort: skip  # after klnb.models, which keeps it from warning in every kernel
@@ -136,40 +136,6 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
 
 def _square(gradients):
     return sum(torch.linalg.vector_norm(g, dtype=torch.float64) ** 2 for g in gradients)
-
-
-def team() -> tuple[int, int]:
-    """(index of this process, number of them): more than one share every run if `accelerate launch` started them."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    from accelerate import PartialState
-
-    state = PartialState(cpu=not torch.cuda.is_available())
-    return state.process_index, state.num_processes
-
-
-def over_team(tensors, what="mean"):
-    """The mean of each tensor over the processes, or (what="gather") the rows of all."""
-    if team()[1] == 1:
-        return tensors
-    from accelerate import utils
-
-    return [utils.reduce(x, "mean") if what == "mean" else utils.gather(x.contiguous()) for x in tensors]
-
-
-def wait():
-    if team()[1] > 1:
-        from accelerate import PartialState
-
-        PartialState().wait_for_everyone()
-
-
-def mine(records) -> list:
-    """This process's share."""
-    index, number = team()
-    if len(records) % number:
-        raise ValueError(f"{len(records)} prompts do not divide among {number} processes: choose a multiple")
-    return records[index * len(records) // number :][: len(records) // number]
 
 
 def sample(model, tokenizer, records, s, source, barred) -> dict:

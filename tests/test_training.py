@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from klnb import paths, tasks, training
+from klnb import paths, processes, tasks, training
 from klnb.models import load
 from klnb.stats import generator
 
@@ -333,7 +333,7 @@ def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
 
 
 def test_prompts_that_do_not_divide_among_processes_are_told(monkeypatch):
-    monkeypatch.setattr(training, "team", lambda: (1, 2))
+    monkeypatch.setattr(processes, "team", lambda: (1, 2))
     assert training.mine([1, 2, 3, 4]) == [3, 4]
     with pytest.raises(ValueError, match="3 prompts do not divide among 2 processes"):
         training.mine([1, 2, 3])
