@@ -179,11 +179,11 @@ SURE = ("reward-to-go below k3", "k2 below k3", "k1 above its start", "reward-to
 assert scale != "tiny" or all(verdict(claims[f"target KL: {claim}"]) == "yes" for claim in SURE)
 
 # %% [markdown]
-# Two sentences that one might expect from the theory are the first and the last ones, and they have to stand as the
-# intervals have them. **The right gradient is not the fastest.** $R_{\mathrm{seq}}$ differs from k2's
-# $R_{\mathrm{tok}}$ by what a token does to the divergence of the tokens after it; from a batch this small that part is
-# mostly noise (next cell), and a learning rate that stands the noise is a lower one. Rao–Blackwell, which has the same
-# expectation with less noise, makes up for much of it. Where what is left out matters is shown by
+# What one might expect from the theory are the first sentence and those on the swapped divergence, and they have to
+# stand as the intervals have them. **The right gradient is not seen to be the faster one.** $R_{\mathrm{seq}}$ differs
+# from k2's $R_{\mathrm{tok}}$ by what a token does to the divergence of the tokens after it. That is most of it here,
+# as the next section shows, but from a batch this small it comes with so much noise, and with so low a learning rate
+# to stand the noise, that nothing is seen of the advantage. Where what is left out matters is shown by
 # [enumeration](05_sequences), and below, where completions may end.
 #
 # **k3 does not bring the swapped divergence down most.** Its $F_{\mathrm{tok}}$ takes the prefixes from the student, so
@@ -388,6 +388,8 @@ for ax, metric in zip(axes, ("kl", "entropy", "distinct")):
     ax.set(xlim=(0, real_steps[-1]), ylabel=METRICS[metric])
     fg.label_ends(ax)
 axes[0].set(yscale="log", ylabel=r"$\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, nats a sequence")
+axes[0].yaxis.set_major_formatter("{x:g}")
+axes[0].yaxis.set_minor_formatter("{x:g}")
 axes[-1].set_xlabel("step")
 few = ", ".join(f"{name} {n}" for name, n in counts.items())
 source = first["used"]["models"]["ref"]
@@ -431,10 +433,10 @@ mine.pivot_table(index="name", columns="lr", values="kl", sort=False).reindex(na
 # - **k1 as a loss** takes the student away from its teacher: its expected gradient is zero, and what it adds is noise.
 # - **k3 as a loss** ends far above all that follow $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ even at its own best
 #   learning rate.
-# - **The sequence-level gradient** needs its noise reduced: the whole-sequence form is behind reward-to-go, and
-#   Rao–Blackwell ahead of it.
-# - **k2**, a partial gradient with little noise, holds its own at fixed length. It is blind to what ending saves, which
-#   protects it from the degenerate optimum when completions may end: report length and entropy beside any divergence.
+# - **The sequence-level gradient** needs its noise reduced: the whole-sequence form is behind reward-to-go.
+# - **k2**, with much less noise, holds its own at fixed length, although its expected gradient is far shorter than
+#   $R_{\mathrm{seq}}$ and points elsewhere. It is blind to what ending saves, which protects it from the degenerate
+#   optimum when completions may end: report length and entropy beside any divergence.
 #
 # One task, one pair of models, one batch size: the order of k2 and the sequence-level forms is not to be carried over.
 # Next: [reward against KL](08_math_reward).
