@@ -6,7 +6,6 @@ READY := $(VENV)/.ready
 PY := $(BIN)/python
 AUDIT := $(VENV)-audit
 MINUTES ?= 10
-GPUS ?= $(shell nvidia-smi -L 2>/dev/null | wc -l)
 DATA_PATH = $(if $(DATA_DIR),$(abspath $(DATA_DIR)))
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
@@ -62,11 +61,11 @@ smollm2: $(READY)  ## distillation of SmolLM2-135M on MATH (hours; resumes): mak
 	DATA_DIR="$(DATA_PATH)" $(PY) tools/repro.py --jobs $(JOBS) --scale smollm2
 	$(PY) tools/scales.py publish
 
-# GPUS processes share each run
+# one process for each GPU; they share each run
 gpu: $(READY)  ## the paper's scale on CUDA (hours; resumes): make gpu DATA_DIR=path/to/math
 	@$(PY) -c "import torch, sys; torch.cuda.is_available() or sys.exit('make gpu: no CUDA GPU here; make gpu-plan says what it would do, make smollm2 needs none')"
 	for scale in gpu_distillation gpu_math_reward; do \
-	  DATA_DIR="$(DATA_PATH)" GPUS="$(GPUS)" $(PY) tools/repro.py --jobs 1 --scale $$scale || exit 1; done
+	  DATA_DIR="$(DATA_PATH)" $(PY) tools/repro.py --jobs 1 --scale $$scale || exit 1; done
 	$(PY) tools/scales.py publish
 
 gpu-plan: $(READY)  ## a dry run of make gpu: runs, memory, tokens, time

@@ -197,9 +197,11 @@ def _read(model, tokens, prompt_mask, group):
     """The logits [B, 1, V] of the first token after the prompts and the cache [B] of these, each prompt read once."""
     cache = transformers.DynamicCache(config=model.config)
     if group > 1:
-        if len(tokens) % group or not (tokens == tokens[::group].repeat_interleave(group, 0)).all():
+        once = [x[::group] for x in (tokens, prompt_mask)]
+        same = (torch.equal(x, y.repeat_interleave(group, 0)) for x, y in zip((tokens, prompt_mask), once))
+        if len(tokens) % group or not all(same):
             raise ValueError(f"group: expected the same prompt in every {group} adjacent rows of tokens")
-        tokens, prompt_mask = tokens[::group], prompt_mask[::group]
+        tokens, prompt_mask = once
     logits = model(input_ids=tokens, attention_mask=prompt_mask, position_ids=_positions(prompt_mask), cache=cache,
                    use_cache=True, logits_to_keep=1).logits  # fmt: skip
     if group > 1:

@@ -1,5 +1,4 @@
-"""Several processes, for runs side by side or to share one run. When work is cut nothing is left behind: no half files,
-no processes that live on."""
+"""Work in several processes that leave nothing behind when it is cut: no half files, no processes that live on."""
 import os
 import sys
 import threading
@@ -8,13 +7,20 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 
+import psutil
+
 
 def end_with_parent(parent=None):
-    """From now on this process ends when its parent does: a second run may soon write the same files."""
+    """From now on this process ends when its parent does: a second run may soon write the same files.
+
+    The parent of a process that torchrun started is torchrun, which outlives its own: that one is watched too.
+    """
     parent = parent or os.getppid()
+    launcher = psutil.Process(parent) if "TORCHELASTIC_RUN_ID" in os.environ else None
+    above = launcher and launcher.ppid()
 
     def watch():
-        while os.getppid() == parent:
+        while os.getppid() == parent and (launcher is None or launcher.ppid() == above):
             time.sleep(0.5)
         os._exit(1)
 
@@ -56,42 +62,3 @@ def _worker(parent):
 
     torch.set_num_threads(1)
     end_with_parent(parent)
-
-
-# One run, shared ------------------------------------------------------------------------------------------------------
-
-
-def team() -> tuple[int, int]:
-    """(index of this process, number of them): several, started by torchrun or `accelerate launch`, share each run."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return 0, 1
-    import torch
-    from accelerate import PartialState
-
-    state = PartialState(cpu=not torch.cuda.is_available())
-    return state.process_index, state.num_processes
-
-
-def over_team(tensors, what="mean"):
-    """The mean of each tensor over the processes, or (what="gather") the rows of all."""
-    if team()[1] == 1:
-        return tensors
-    from accelerate import utils
-
-    return [utils.reduce(x, "mean") if what == "mean" else utils.gather(x.contiguous()) for x in tensors]
-
-
-def wait():
-    """Until all processes are here."""
-    if team()[1] > 1:
-        from accelerate import PartialState
-
-        PartialState().wait_for_everyone()
-
-
-def mine(records) -> list:
-    """This process's share."""
-    index, number = team()
-    if len(records) % number:
-        raise ValueError(f"{len(records)} prompts do not divide among {number} processes: choose a multiple")
-    return records[index * len(records) // number :][: len(records) // number]

@@ -1,19 +1,11 @@
-"""One training loop for distillation and reward maximisation, and sweeps of runs that survive a cut.
+"""One training loop, for distillation and for reward maximisation.
 
 The loss is β·kl_loss(name, …) − E[reward], on-policy: every step samples completions afresh. Sums over tokens and means
 over sequences throughout, no dropout, logits divided by the temperature on both sides, gradients clipped by their norm.
-
-    python -m klnb.training k2 --params params.yaml --section 07_distillation -o results/07_distillation/k2
 """
 
-import argparse
 import hashlib
-import itertools
-import json
-import os
 import re
-import shutil
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -26,15 +18,14 @@ from klnb.estimators import k1, k2, k3
 from klnb.losses import ESTIMATORS, kl_loss, token_logprobs, token_logprobs_from_hidden
 from klnb.models import completion_hidden, completion_logits, encode, eos_ids, load, rollout
 from klnb.paths import ROOT
-from klnb.processes import end_with_parent, in_processes, mine, over_team, team, wait, write
+from klnb.processes import write
 from klnb.stats import generator
+from klnb.team import mine, over_team, team
 
 import transformers  # isort: skip  # after klnb.models, which keeps it from warning in every kernel
 
 transformers.utils.logging.disable_progress_bar()  # of loading weights: each run does it twice
 SHOWN = 8  # sampled answers that a run's record keeps
-# a run is done again when one of these changes
-CODE = ("estimators", "losses", "models", "stats", "tasks", "training", "verifier")
 GIVEN = ("policy", "ref", "name", "seed", "steps")  # settings of a run that have no default
 DEFAULTS = {
     "task": "arithmetic",  # or "math": MATH's records, from data_dir or the hub
@@ -119,16 +110,18 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
     its own rows, and the gradient is the mean.
     """
     parameters = [p for p in policy.parameters() if p.requires_grad]
+    optimizer.zero_grad()  # the last step's gradients: their memory is needed
     total, squares = [torch.zeros_like(p) for p in parameters], 0.0
     for part in zip(*(x.chunk(chunks) for x in batch.values())):
         gradients = torch.autograd.grad(loss_of(dict(zip(batch, part))), parameters)
-        squares += _square(gradients)
+        squares += _square(gradients) / chunks
         torch._foreach_add_(total, gradients, alpha=1 / chunks)
-    squares = squares / chunks
+        del gradients
     total, squares, chunks = over_team(total), over_team([squares])[0], chunks * team()[1]
     norm = _square(total).sqrt()
+    torch._foreach_mul_(total, (clip / norm).clamp(max=1).item())
     for parameter, gradient in zip(parameters, total):
-        parameter.grad = gradient * (clip / norm).clamp(max=1).to(gradient.dtype)
+        parameter.grad = gradient
     optimizer.step()
     variance = (squares - norm**2) / (chunks - 1) if chunks > 1 else float("nan") * norm
     return {"gradient_norm": norm.item(), "gradient_variance": float(variance)}
@@ -225,13 +218,14 @@ def _full_kl(logp, other, mask):
     return (torch.where(logp > -torch.inf, logp.exp() * (logp - other), 0.0).sum(-1) * mask).sum(1)
 
 
-def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
+def train(s: dict, checkpoint: Path | None = None, bar=iter, key: str = "") -> dict:
     """One run with the settings s over DEFAULTS: {"steps": {quantity: [one per step]}, "evals": [...], "samples": ...,
     "rows": what `measure` says of every sample trained on, if s["record"] and s["reward"], "used": what the models say
     where they are from, a sha256 of the problems, the device}.
 
     Its randomness is a function of the seed, the purpose and the step, the same for all estimators: runs with the same
-    seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there.
+    seed start from the same policy and see the same prompts. With `checkpoint`, a run that was cut goes on from there,
+    if the file has the same `key`. `rows` are those of the first process where several share the run.
     ValueError for a setting that is unknown or missing, or a name that is neither an estimator's nor "none".
     """
     if (s.keys() - DEFAULTS.keys()) != set(GIVEN) or s["name"] not in (*ESTIMATORS, "none"):
@@ -249,7 +243,7 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
     held, run = mine(held), {"done": 0, "steps": {}, "evals": [], "samples": {}, "rows": []}
     if checkpoint and checkpoint.exists():
         state = torch.load(checkpoint, map_location=s["device"], weights_only=True)
-        if state["key"] == key(s):
+        if state["key"] == key:
             policy.load_state_dict(state["policy"])
             optimizer.load_state_dict(state["optimizer"])
             run = state["run"]
@@ -282,7 +276,7 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter) -> dict:
         for quantity, value in row.items():
             run["steps"].setdefault(quantity, []).append(value)
         if checkpoint and (i + 1) % s["save_every"] == 0 and team()[0] == 0:
-            state = {"key": key(s), "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+            state = {"key": key, "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
             write(checkpoint, partial(torch.save, state | {"run": run | {"done": i + 1}}))
     of_rows = [{"problem": r["problem"], "answer": tasks.answer(r)} for r in held for _ in range(s["group"])]
     ends = [run["samples"][str(run["evals"][at]["step"])] for at in (0, -1)]
@@ -337,79 +331,6 @@ def _records(s, split, count):
     return records
 
 
-# Many runs ------------------------------------------------------------------------------------------------------------
-
-
-def specs(settings: dict, seeds, name: str, betas=None) -> dict:
-    """{file name: settings of one run} of one estimator, for each beta and seed; "none" has beta 0 only, and alone."""
-    betas = [b for b in betas or [1.0] if (b == 0) == (name == "none")]
-    runs = [{"name": name, "beta": beta, "seed": seed} for beta, seed in itertools.product(betas, seeds)]
-    return {f"beta{run['beta']:g}-seed{run['seed']}.json": settings | run for run in runs}
-
-
-def key(s: dict) -> str:
-    """Of a run: its settings, the code that makes it, the versions of what that uses, and the models' weights."""
-    parts = [digest(kept(s)), torch.__version__, transformers.__version__, code()]
-    weights = [ROOT / s[m] / "model.safetensors" for m in ("policy", "ref")]
-    parts += [hashlib.sha256(w.read_bytes()).hexdigest() for w in weights if w.exists()]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
-def kept(s: dict) -> dict:
-    """The settings that a record keeps: all but where this machine has its data."""
-    return {k: v for k, v in (DEFAULTS | s).items() if k != "data_dir"}
-
-
-def digest(settings: dict) -> str:
-    """sha256 of settings, in whatever order."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def code(read=lambda name: Path(__file__).with_name(name).read_text()) -> str:
-    """sha256 of the modules that a run depends on."""
-    return hashlib.sha256("\0".join(read(f"{m}.py") for m in CODE).encode()).hexdigest()
-
-
-def sweep(runs: dict, folder: Path, processes: int = 1, published: Path | None = None) -> list[dict]:
-    """The records of the runs {file name: settings}, in their order; those that `folder` lacks are made.
-
-    A file counts if its key fits. Each is written whole as its run ends; files of runs that are not asked for are
-    deleted. Each process has one thread, so that the numbers do not depend on how many there are. With `published`, a
-    folder of runs that cost hours, maybe on another machine: a file there or here counts if its settings fit, and says
-    itself which code made it.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in [*folder.glob("beta*-seed*.json*"), *folder.glob(".beta*-seed*.json*")]:  # the latter: cut in a write
-        if file.name.removesuffix(".checkpoint") not in runs:
-            file.unlink(missing_ok=True)
-    todo = {}
-    for name, s in runs.items():
-        for file in [folder / name, *([published / name] if published else [])]:
-            record = json.loads(file.read_text()) if file.exists() else {"key": None, "settings": {}}
-            if kept(record["settings"]) == kept(s) if published else record["key"] == key(s):
-                if file.parent != folder:
-                    write(folder / name, partial(shutil.copyfile, file))
-                break
-        else:
-            todo[name] = s
-    wait()  # all have looked before one writes
-    if todo:
-        in_processes(make, {name: (s, folder / name) for name, s in todo.items()}, processes, folder.name)
-    wait()
-    return [json.loads((folder / name).read_text()) for name in runs]
-
-
-def make(s: dict, file: Path, bar=iter):
-    """Do one run and write its file."""
-    checkpoint = file.with_name(f"{file.name}.checkpoint")
-    made = {"code": code(), "torch": torch.__version__, "transformers": transformers.__version__}
-    record = {"key": key(s), "settings": kept(s), "made": made} | train(s, checkpoint, iter if team()[0] else bar)
-    if team()[0] == 0:
-        write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
-        checkpoint.unlink(missing_ok=True)
-
-
 # A model to start from ------------------------------------------------------------------------------------------------
 
 
@@ -427,44 +348,3 @@ def new_model(tokenizer, source, *, width: int, layers: int, heads: int = 4):
             if weights.ndim == 2:
                 weights.normal_(0.0, 0.08, generator=source)
     return model
-
-
-# Command line ---------------------------------------------------------------------------------------------------------
-
-
-def main(argv=None):
-    from ruamel.yaml import YAML
-
-    ap = argparse.ArgumentParser("python -m klnb.training", description=__doc__, allow_abbrev=False,
-                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    ap.add_argument("name", choices=[*ESTIMATORS, "none"], help="the estimator, or none")
-    ap.add_argument("-o", "--output", required=True, type=Path, help="the folder to write, one file a run")
-    ap.add_argument("--params", required=True, type=Path, help="a YAML file of sections")
-    ap.add_argument("--section", required=True, help="a section of it, with seeds, settings, and maybe betas and rates")
-    ap.add_argument("--settings", default="train", help="names of its settings, comma-separated, later ones win")
-    ap.add_argument("--processes", type=int, default=2)
-    ap.add_argument("--work", type=Path, help="the folder where runs are made and stay for the next time, if not the "
-                                              "output: DVC deletes that before a stage runs")
-    ap.add_argument("--published", type=Path, help="a folder whose finished runs count as done")
-    ap.add_argument("--data-dir", help="the folder with MATH's train.jsonl and test.jsonl; else they come from the hub")
-    args = ap.parse_args(argv)
-    if "DVC_STAGE" in os.environ:
-        end_with_parent()
-    section = YAML(typ="safe", pure=True).load(args.params.read_text())[args.section]
-    rate = {"lr": section["rates"][args.name]} if "rates" in section else {}
-    settings = {k: v for part in args.settings.split(",") for k, v in (rate | section[part]).items()}
-    settings |= {"data_dir": args.data_dir} if args.data_dir else {}
-    seeds = section.get("seeds_of", {}).get(args.name, section["seeds"])
-    runs = specs(settings, seeds, args.name, section.get("betas"))
-    work = args.work or args.output
-    try:
-        sweep(runs, work, args.processes, args.published)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{args.section}, {args.name}: {error}")
-    if work != args.output and team()[0] == 0:
-        shutil.rmtree(args.output, ignore_errors=True)
-        shutil.copytree(work, args.output)
-
-
-if __name__ == "__main__":
-    main()

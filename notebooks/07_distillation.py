@@ -37,6 +37,7 @@ from klnb.comparing import compare
 from klnb.losses import token_logprobs
 from klnb.models import completion_logits, eos_ids
 from klnb.paths import PUBLISHED, ROOT
+from klnb.runs import specs, sweep
 from klnb.stats import generator, interval, paired
 
 # %% tags=["parameters"]
@@ -115,7 +116,7 @@ print("settings:", json.dumps(train, indent=1))
 def runs(folder, name, **changes):
     """Records of one estimator's runs, made where they are missing."""
     settings = train | ({"lr": rates[name]} if name in rates else {}) | changes
-    return training.sweep(training.specs(settings, seeds, name), RUNS / folder / name)
+    return sweep(specs(settings, seeds, name), RUNS / folder / name)
 
 
 def curves(records):
@@ -352,17 +353,16 @@ fg.save(fig, "07_variable_length", caption(
 # commit and versions it was made with, and this notebook only reads them. Three seeds are few, and one is one.
 
 # %%
-real = {}
-for file in sorted((PUBLISHED / "smollm2").glob("*/beta1-seed*.json")):
-    real.setdefault(file.parent.name, []).append(json.loads(file.read_text()))
-real = {name: real[name] for name in fg.LABELS if name in real}
+records = [json.loads(file.read_text()) for file in sorted((PUBLISHED / "smollm2").glob("*/beta1-seed*.json"))]
+common = [json.dumps(r["settings"] | {"name": "", "seed": 0}) for r in records]
+usual = max(common, key=common.count)  # settings may change while runs are still being made
+records = [r for r, own in zip(records, common) if own == usual]
+real = {name: [r for r in records if r["settings"]["name"] == name] for name in fg.LABELS}
+real = {name: of_name for name, of_name in real.items() if of_name}
 counts = {name: len(records) for name, records in real.items()}
 first = next(iter(real.values()))[0]
 for part in ("policy", "ref"):
     print(part, {k: v for k, v in first["used"]["models"][part].items() if k != "sha256"})
-shared = {json.dumps({k: v for k, v in r["settings"].items() if k not in ("name", "seed")})
-          for records in real.values() for r in records}  # fmt: skip
-assert len(shared) == 1  # all with the same settings
 real_s = first["settings"]
 real_steps = [e["step"] for e in first["evals"]]
 real_data = {name: curves(records) for name, records in real.items()}

@@ -35,6 +35,7 @@ from klnb import figures as fg
 from klnb import tasks, training
 from klnb.models import load
 from klnb.paths import ROOT
+from klnb.runs import specs, sweep
 from klnb.stats import generator, interval, paired
 
 # %% tags=["parameters"]
@@ -78,7 +79,7 @@ if scale == "smoke":
     model = training.new_model(tokenizer, generator(0, "student"), width=8, layers=1)
     model.save_pretrained(RUNS / "student"), tokenizer.save_pretrained(RUNS / "student")
     train = train | {role: str(RUNS / "student") for role in ("policy", "ref")}
-runs = {name: training.sweep(training.specs(train, seeds, name, betas), RUNS / name) for name in names}
+runs = {name: sweep(specs(train, seeds, name, betas), RUNS / name) for name in names}
 done = runs[names[0]][0]["settings"]
 print(json.dumps({k: v for k, v in done.items() if k not in ("name", "beta", "seed")}, indent=1))
 

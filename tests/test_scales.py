@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from klnb import paths, tasks, training
+from klnb import paths, runs, tasks, training
 from klnb.stats import generator
 
 sys.path.insert(0, str(paths.ROOT / "tools"))
@@ -51,12 +51,12 @@ def test_plan_says_runs_tokens_memory_and_time(params, section, tmp_path, capsys
     out = capsys.readouterr().out
     assert "3 runs (k2, k3; seeds [0, 1]), 2 to do" in out
     assert "4 steps of 4 prompts x 2 completions, at most 5 tokens each: 160 tokens; 320 in all" in out  # 4·4·2·5
-    timing = re.search(r"two timed steps: ([\d.]+) s each, an evaluation ([\d.]+) s, peak ([\d.]+) GiB", out)
+    timing = re.search(r"two timed steps of k2: ([\d.]+) s each, an evaluation ([\d.]+) s, peak ([\d.]+) GiB", out)
     assert timing and float(timing[3]) > 0.05 and "hours, one run at a time" in out
 
 
 def test_memory_counts_what_the_models_have(section):
-    """Policy: V H + 4 H² + 3 H I + 3 H (tied or not), by hand from transformers' own count."""
+    """Against transformers' own count of the models with weights, and by hand."""
     s = training.DEFAULTS | next(iter(scales.runs_of(section, {}).values()))
     policy, ref, _ = training.models(s)
     parts = scales.memory(s)
@@ -87,7 +87,7 @@ def test_short_fits_its_time_and_publishes(params, tmp_path, monkeypatch, capsys
         scales.main(["short", "--section", "gpu_short", "--params", str(params), "--minutes", "0.01"])
 
 
-def test_what_is_missing_is_one_clear_line(params, section, tmp_path):
+def test_what_is_missing_is_one_clear_line(params, section, tmp_path, capsys):
     for changes, message in (
         ({"device": "cuda"}, "no CUDA GPU here .*run it on a machine that has one.*make smollm2"),
         ({"task": "math", "data_dir": str(tmp_path / "none")}, "no file .*train.jsonl: the data folder must hold"),
@@ -96,11 +96,15 @@ def test_what_is_missing_is_one_clear_line(params, section, tmp_path):
         changed = section | {"train": section["train"] | changes}
         params.write_text(json.dumps({"gpu_short": changed}))
         for what in ("plan", "short"):
+            if what == "plan" and "device" in changes:  # says what it can without one
+                scales.main([what, "--section", "gpu_short", "--params", str(params)])
+                assert "GiB  in all, estimated\nno CUDA GPU here, so no timed steps" in capsys.readouterr().out
+                continue
             with pytest.raises(SystemExit, match=f"^gpu_short: .*{message}") as error:
                 scales.main([what, "--section", "gpu_short", "--params", str(params)])
             assert "\n" not in str(error.value)
         with pytest.raises(SystemExit, match=message):
-            training.main(["k2", "--params", str(params), "--section", "gpu_short", "-o", str(tmp_path / "out"),
+            runs.main(["k2", "--params", str(params), "--section", "gpu_short", "-o", str(tmp_path / "out"),
                            "--processes", "1"])  # fmt: skip
 
 
@@ -109,13 +113,14 @@ def test_publish_keeps_runs_with_their_commit_and_only_once(section, tmp_path, c
     run = "smollm2/k2/beta1-seed0.json"
     source, target = tmp_path / "build/runs" / run, tmp_path / "published" / run
     source.parent.mkdir(parents=True)
-    training.make(scales.runs_of(section, {})["k2/beta1-seed0.json"], source)
+    (tmp_path / "params.yaml").write_text(json.dumps({"smollm2": section}))
+    runs.make(scales.runs_of(section, {})["k2/beta1-seed0.json"], source)
     git = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e"]
     subprocess.run([*git, "init", "-q"], check=True)
     (tmp_path / "klnb").mkdir()
     commits = []
     for extra in ("# older\n", "", "# newer\n"):
-        for m in training.CODE:
+        for m in runs.CODE:
             text = (paths.ROOT / f"klnb/{m}.py").read_text()
             (tmp_path / f"klnb/{m}.py").write_text(text + extra)
         subprocess.run([*git, "add", "klnb"], check=True)
@@ -133,16 +138,25 @@ def test_publish_keeps_runs_with_their_commit_and_only_once(section, tmp_path, c
     source.write_text(target.read_text())  # as a clone that took it from there
     scales.publish(tmp_path)
     assert capsys.readouterr().out == ""
-    source.write_text(json.dumps(made | {"key": "new", "made": made["made"] | {"code": "unknown"}}))
-    with pytest.raises(ValueError, match="no commit has the code that made this run .*: commit it, then publish"):
-        scales.publish(tmp_path)
+    for bad, message in (
+        (made | {"made": made["made"] | {"code": "unknown"}}, "no commit has the code that made this run .* commit it"),
+        (made | {"evals": [{"step": 4, "kl": [float("nan"), 0.0]}]}, "not JSON compliant"),
+    ):
+        source.write_text(json.dumps(bad))
+        target.unlink(missing_ok=True)
+        with pytest.raises(ValueError, match=f"^{run}: .*{message}"):
+            scales.publish(tmp_path)
+        assert not target.exists()
+    source.write_text(json.dumps(made | {"settings": made["settings"] | {"lr": 1.0}}))
+    scales.publish(tmp_path)
+    assert capsys.readouterr().out == f"{run}: other settings than in params.yaml, left out\n"
 
 
 def check(record):
     """What a published run must say of itself."""
     assert re.fullmatch("[0-9a-f]{40}", record["commit"])
     assert {"code", "parameters", "torch", "transformers"} <= record["made"].keys()
-    assert record["made"]["parameters"] == training.digest(record["settings"])
+    assert record["made"]["parameters"] == runs.digest(record["settings"])
     s = training.DEFAULTS | record["settings"]
     assert s["device"] and s["dtype"] and "data_dir" not in record["settings"]
     for model in record["used"]["models"].values():

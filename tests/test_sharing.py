@@ -69,7 +69,7 @@ def run(tmp_path, monkeypatch):
         done = subprocess.run(words, cwd=clone, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": clone})
         assert done.returncode == 0, done.stdout + done.stderr
         calls = [line.removeprefix("-m ").split() for line in log.read_text().splitlines()]
-        return [" ".join(words[: 2 if words[0] == "klnb.training" else 1]) for words in calls]
+        return [" ".join(words[: 2 if words[0] == "klnb.runs" else 1]) for words in calls]
 
     return run
 
@@ -87,9 +87,9 @@ def test_two_clones_train_and_a_third_draws(tmp_path, run):
     for clone in (b, c):
         shutil.copy(a / ".dvc/config.local", clone / ".dvc")
 
-    assert run(a, "repro 08_runs@none") == ["tools/lm_models.py", "klnb.training none"]
+    assert run(a, "repro 08_runs@none") == ["tools/lm_models.py", "klnb.runs none"]
     run(a, "push --run-cache")
-    assert run(b, "repro --pull 08_runs@reward-to-go") == ["klnb.training reward-to-go"]
+    assert run(b, "repro --pull 08_runs@reward-to-go") == ["klnb.runs reward-to-go"]
     run(b, "push --run-cache")
 
     assert run(c, "repro --pull 08_runs") == []

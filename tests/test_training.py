@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from klnb import paths, processes, tasks, training
+from klnb import paths, runs, tasks, team, training
 from klnb.models import load
 from klnb.stats import generator
 
@@ -231,12 +231,12 @@ def cut_at(step):
 def test_a_cut_run_goes_on_where_it_was(s, tmp_path):
     whole, cut = tmp_path / "beta1-seed0.json", tmp_path / "cut" / "beta1-seed0.json"
     cut.parent.mkdir()
-    training.make(s, whole)
+    runs.make(s, whole)
     with pytest.raises(Cut):
-        training.make(s, cut, cut_at(3))
+        runs.make(s, cut, cut_at(3))
     assert [f.name for f in cut.parent.iterdir()] == ["beta1-seed0.json.checkpoint"]
     seen = []
-    training.make(s, cut, lambda steps: (seen.append(i) or i for i in steps))
+    runs.make(s, cut, lambda steps: (seen.append(i) or i for i in steps))
     assert seen == [2, 3, 4] and cut.read_bytes() == whole.read_bytes()
     assert [f.name for f in cut.parent.iterdir()] == ["beta1-seed0.json"]
 
@@ -244,9 +244,9 @@ def test_a_cut_run_goes_on_where_it_was(s, tmp_path):
 def test_a_checkpoint_of_other_settings_is_not_used(s, tmp_path):
     file = tmp_path / "beta1-seed0.json"
     with pytest.raises(Cut):
-        training.make(s, file, cut_at(3))
+        runs.make(s, file, cut_at(3))
     seen = []
-    training.make(s | {"lr": 1e-3}, file, lambda steps: (seen.append(i) or i for i in steps))
+    runs.make(s | {"lr": 1e-3}, file, lambda steps: (seen.append(i) or i for i in steps))
     assert seen == [0, 1, 2, 3, 4]
 
 
@@ -258,54 +258,54 @@ def settings(s):
 
 
 def test_specs_are_the_grid_and_none_is_the_run_without_a_kl_term(s):
-    runs = training.specs(settings(s), [0, 1], "k2", [0, 0.01, 1])
-    assert list(runs) == [f"beta{b}-seed{i}.json" for b in ("0.01", "1") for i in (0, 1)]
-    assert runs["beta0.01-seed1.json"]["beta"] == 0.01 and runs["beta0.01-seed1.json"]["seed"] == 1
-    assert list(training.specs(settings(s), [3], "none", [0, 0.01])) == ["beta0-seed3.json"]
-    assert list(training.specs(settings(s), [3], "k1")) == ["beta1-seed3.json"]
+    grid = runs.specs(settings(s), [0, 1], "k2", [0, 0.01, 1])
+    assert list(grid) == [f"beta{b}-seed{i}.json" for b in ("0.01", "1") for i in (0, 1)]
+    assert grid["beta0.01-seed1.json"]["beta"] == 0.01 and grid["beta0.01-seed1.json"]["seed"] == 1
+    assert list(runs.specs(settings(s), [3], "none", [0, 0.01])) == ["beta0-seed3.json"]
+    assert list(runs.specs(settings(s), [3], "k1")) == ["beta1-seed3.json"]
 
 
 def test_sweep_makes_what_is_missing_and_deletes_what_is_not_asked_for(s, tmp_path, monkeypatch):
-    made, make = [], training.make
-    monkeypatch.setattr(training, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
+    made, make = [], runs.make
+    monkeypatch.setattr(runs, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
     s = settings(s)
-    training.sweep(training.specs(s, [0, 1], "k2"), tmp_path)
+    runs.sweep(runs.specs(s, [0, 1], "k2"), tmp_path)
     kept = (tmp_path / "beta1-seed0.json").stat()
     (tmp_path / "beta1-seed7.json.checkpoint").write_text("of a seed that is gone")
     (tmp_path / ".beta1-seed0.json.123").write_text("cut in the middle of a wri")
     (tmp_path / "notes.txt").write_text("not ours")
-    runs = training.sweep(training.specs(s, [0, 2], "k2"), tmp_path)
+    records = runs.sweep(runs.specs(s, [0, 2], "k2"), tmp_path)
     assert made == ["beta1-seed0.json", "beta1-seed1.json", "beta1-seed2.json"]
     assert (tmp_path / "beta1-seed0.json").stat() == kept
     assert {f.name for f in tmp_path.iterdir()} == {"beta1-seed0.json", "beta1-seed2.json", "notes.txt"}
-    assert [run["settings"]["seed"] for run in runs] == [0, 2]
-    training.sweep(training.specs(s | {"lr": 1e-3}, [0, 2], "k2"), tmp_path)
+    assert [run["settings"]["seed"] for run in records] == [0, 2]
+    runs.sweep(runs.specs(s | {"lr": 1e-3}, [0, 2], "k2"), tmp_path)
     assert made[3:] == ["beta1-seed0.json", "beta1-seed2.json"]
 
 
 def test_key_follows_settings_code_and_weights(s, tmp_path, monkeypatch):
-    first = training.key(s)
-    assert training.key(dict(reversed(s.items()))) == first != training.key(s | {"seed": 1})
-    monkeypatch.setattr(training, "CODE", training.CODE[:-1])
-    assert training.key(s) != first
+    first = runs.key(s)
+    assert runs.key(dict(reversed(s.items()))) == first != runs.key(s | {"seed": 1})
+    monkeypatch.setattr(runs, "CODE", runs.CODE[:-1])
+    assert runs.key(s) != first
     monkeypatch.undo()
     policy, tokenizer = load(s["policy"])
     with torch.no_grad():
         next(policy.parameters()).add_(1)
     lm_models._save(policy, tokenizer, tmp_path / "other")
-    assert training.key(s | {"policy": str(tmp_path / "other")}) != training.key(s | {"policy": s["policy"] + "/"})
+    assert runs.key(s | {"policy": str(tmp_path / "other")}) != runs.key(s | {"policy": s["policy"] + "/"})
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="starting processes anew takes too long here")
 def test_two_processes_write_the_same_bytes_as_one(s, tmp_path, capfd):
-    runs = training.specs(settings(s), [0, 1, 2], "k3")
+    wanted = runs.specs(settings(s), [0, 1, 2], "k3")
     for n in (1, 2):
-        training.sweep(runs, tmp_path / str(n), processes=n)
-    for file in runs:
+        runs.sweep(wanted, tmp_path / str(n), processes=n)
+    for file in wanted:
         assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
     assert "3/3" in capfd.readouterr().err  # the bar
     with pytest.raises(ValueError, match="with a name of k1, k2"):
-        training.sweep(training.specs(settings(s), [0, 1], "k4"), tmp_path / "3", processes=2)
+        runs.sweep(runs.specs(settings(s), [0, 1], "k4"), tmp_path / "3", processes=2)
 
 
 def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
@@ -316,9 +316,10 @@ def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
     (tmp_path / "params.yaml").write_text(json.dumps(params))
     alone = training.train(s)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "klnb.training",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "klnb.runs",
          s["name"], "--params", str(tmp_path / "params.yaml"), "--section", "runs", "-o", str(tmp_path / "two")],
-        env=os.environ | {"PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": str(paths.ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [f.name for f in (tmp_path / "two").iterdir()] == ["beta1-seed0.json"]
@@ -333,7 +334,7 @@ def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
 
 
 def test_prompts_that_do_not_divide_among_processes_are_told(monkeypatch):
-    monkeypatch.setattr(processes, "team", lambda: (1, 2))
+    monkeypatch.setattr(team, "team", lambda: (1, 2))
     assert training.mine([1, 2, 3, 4]) == [3, 4]
     with pytest.raises(ValueError, match="3 prompts do not divide among 2 processes"):
         training.mine([1, 2, 3])
@@ -379,22 +380,22 @@ def test_models_of_one_tokenizer_and_two_sizes_of_vocabulary_are_cut_to_the_smal
 def test_published_runs_count_if_their_settings_fit(s, tmp_path, monkeypatch):
     s = settings(s) | {"steps": 1, "eval_every": 1}
     there, here = tmp_path / "published", tmp_path / "results"
-    training.sweep(training.specs(s, [0], "k2"), there)
+    runs.sweep(runs.specs(s, [0], "k2"), there)
     record = json.loads((there / "beta1-seed0.json").read_text())
     record |= {"key": "of older code", "commit": "abc"}
     (there / "beta1-seed0.json").write_text(json.dumps(record))
-    made, make = [], training.make
-    monkeypatch.setattr(training, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
-    runs = training.specs(s, [0, 1], "k2")
-    got = training.sweep(runs, here, published=there)
+    made, make = [], runs.make
+    monkeypatch.setattr(runs, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
+    wanted = runs.specs(s, [0, 1], "k2")
+    got = runs.sweep(wanted, here, published=there)
     assert made == ["beta1-seed1.json"] and got[0] == record
-    training.sweep(runs, here, published=there)  # nor are they made again after a change of code
-    monkeypatch.setattr(training, "CODE", training.CODE[:-1])
-    elsewhere = training.specs(s | {"data_dir": "elsewhere"}, [0, 1], "k2")
-    assert training.sweep(elsewhere, here, published=there) == got and made == ["beta1-seed1.json"]
-    training.sweep(training.specs(s | {"lr": 1e-3}, [0], "k2"), here, published=there)
+    runs.sweep(wanted, here, published=there)  # nor are they made again after a change of code
+    monkeypatch.setattr(runs, "CODE", runs.CODE[:-1])
+    elsewhere = runs.specs(s | {"data_dir": "elsewhere"}, [0, 1], "k2")
+    assert runs.sweep(elsewhere, here, published=there) == got and made == ["beta1-seed1.json"]
+    runs.sweep(runs.specs(s | {"lr": 1e-3}, [0], "k2"), here, published=there)
     assert made == ["beta1-seed1.json", "beta1-seed0.json"]
-    assert "data_dir" not in got[1]["settings"] and got[1]["made"]["code"] != training.code()
+    assert "data_dir" not in got[1]["settings"] and got[1]["made"]["code"] != runs.code()
 
 
 def test_settings_that_are_unknown_or_missing_are_told(s):
@@ -440,7 +441,7 @@ def test_command_lines_make_models_and_runs(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "teacher" in out and "accuracy" in out
     assert json.loads((tmp_path / "lm/models.json").read_text())["student"]["parameters"] < 3000
-    training.main(["k1", "--section", "runs", "--settings", "train,short", "-o", str(tmp_path / "k1"), *common])
+    runs.main(["k1", "--section", "runs", "--settings", "train,short", "-o", str(tmp_path / "k1"), *common])
     assert sorted(f.name for f in (tmp_path / "k1").iterdir()) == ["beta1-seed0.json", "beta1-seed1.json"]
     done = json.loads((tmp_path / "k1/beta1-seed0.json").read_text())["settings"]
     assert done["steps"] == 1 and done["lr"] == 0.25 and done["prompts"] == SMALL["prompts"]
@@ -448,14 +449,14 @@ def test_command_lines_make_models_and_runs(tmp_path, capsys):
 
 def test_runs_stay_in_a_work_folder_when_the_output_is_deleted(s, tmp_path, monkeypatch):
     """As DVC does before a stage runs: only a new seed's run is made, and a removed seed's is in neither folder."""
-    made, make = [], training.make
-    monkeypatch.setattr(training, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
+    made, make = [], runs.make
+    monkeypatch.setattr(runs, "make", lambda s, file, bar=iter: (made.append(file.name), make(s, file, iter)))
     s = {k: v for k, v in settings(s).items() if training.DEFAULTS.get(k, "given") != v} | {"steps": 1, "eval_every": 1}
     (work, output), file = (tmp_path / "work", tmp_path / "out"), tmp_path / "params.yaml"
     common = ["k2", "--params", str(file), "--section", "runs", "--processes", "1", "--work", str(work)]
     for seeds, new in (([0, 1], [0, 1]), ([0, 2], [2])):
         file.write_text(json.dumps({"runs": {"seeds": seeds, "train": s}}))
-        training.main([*common, "-o", str(output)])
+        runs.main([*common, "-o", str(output)])
         assert made == [f"beta1-seed{i}.json" for i in new]
         for folder in (work, output):
             assert sorted(f.name for f in folder.iterdir()) == [f"beta1-seed{i}.json" for i in seeds]

@@ -9,13 +9,14 @@ import csv
 
 from ruamel.yaml import YAML
 
-from klnb import paths, training
+from klnb import paths
+from klnb.runs import specs, sweep
 
 SEEDS = [100]
-GRIDS = {  # section: (names, betas, rates, what differs from the section's settings)
-    "07_distillation": (None, [1.0], [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3], {}),
-    "08_math_reward": (["none", "reward-to-go"], [0.0, 0.05], [5e-4, 1e-3, 2e-3], {}),
-    "smollm2": (["k2"], [1.0], [5e-5, 1e-4, 2e-4, 4e-4], {"steps": 24}),
+GRIDS = {  # section: (names, betas, rates)
+    "07_distillation": (None, [1.0], [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]),
+    "08_math_reward": (["none", "reward-to-go"], [0.0, 0.05], [5e-4, 1e-3, 2e-3]),
+    "smollm2": (["k2"], [1.0], [5e-5, 1e-4, 2e-4]),
 }
 FILE = paths.PUBLISHED / "lr_grid.csv"
 
@@ -28,15 +29,15 @@ def main():
     params = YAML(typ="safe", pure=True).load(paths.PARAMS.read_text())
     rows = [r for r in csv.DictReader(FILE.open()) if r["section"] not in args.sections] if FILE.exists() else []
     for section in args.sections:
-        names, betas, rates, changes = GRIDS[section]
-        train = params[section]["train"] | changes
+        names, betas, rates = GRIDS[section]
+        train = params[section]["train"]
         train |= {"eval_every": train["steps"]} | ({"data_dir": args.data_dir} if args.data_dir else {})
         runs = {}
         for name in names or params[section]["names"]:
             for lr in rates:
-                made = training.specs(train | {"lr": lr}, SEEDS, name, betas)
+                made = specs(train | {"lr": lr}, SEEDS, name, betas)
                 runs |= {f"{name}-{lr:g}-{file}": s for file, s in made.items()}
-        for run in training.sweep(runs, paths.BUILD / "lr_grid" / section, processes=2):
+        for run in sweep(runs, paths.BUILD / "lr_grid" / section, processes=2):
             done, end = run["settings"], {m: f"{v[0]:.5g}" for m, v in run["evals"][-1].items() if m != "step"}
             rows.append({"section": section, **{k: done[k] for k in ("name", "beta", "lr", "seed", "steps")}, **end})
     paths.PUBLISHED.mkdir(exist_ok=True)

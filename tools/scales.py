@@ -15,9 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import transformers
+from huggingface_hub.utils import logging
 from ruamel.yaml import YAML
 
-from klnb import paths, training
+from klnb import models, paths, training
+from klnb import runs as sweeps
 from klnb.processes import in_processes, write
 
 SCALES = ("smollm2", "gpu_distillation", "gpu_math_reward", "gpu_short")
@@ -33,7 +36,7 @@ def runs_of(section: dict, changes: dict) -> dict:
     for seed in section["seeds"]:
         for name in section["names"]:
             if seed in section.get("seeds_of", {}).get(name, section["seeds"]):
-                made = training.specs(section["train"] | changes, [seed], name, section.get("betas"))
+                made = sweeps.specs(section["train"] | changes, [seed], name, section.get("betas"))
                 found |= {f"{name}/{file}": s for file, s in made.items()}
     return found
 
@@ -41,12 +44,13 @@ def runs_of(section: dict, changes: dict) -> dict:
 def done(run: str, s: dict, *folders: Path) -> bool:
     """Is this run finished in one of the folders?"""
     files = [f for f in (folder / run for folder in folders) if f.exists()]
-    return any(training.kept(json.loads(f.read_text())["settings"]) == training.kept(s) for f in files)
+    return any(sweeps.kept(json.loads(f.read_text())["settings"]) == sweeps.kept(s) for f in files)
 
 
 def timed(s: dict) -> dict:
-    """Seconds of the second and third step of a run and of its first evaluation (the first step's are warm-up), and the
-    peak of memory, bytes."""
+    """Seconds of a run's second and third step (the first is warm-up) and of its last evaluation, and the peak of
+    memory in bytes. On a CPU with one thread, as runs have."""
+    torch.set_num_threads(1)
     at = []
 
     def clock(steps):
@@ -63,9 +67,28 @@ def timed(s: dict) -> dict:
     return {"step": (at[3] - at[1]) / 2, "evaluation": end - at[3], "memory": peak}
 
 
+def empty(name: str, layers: int | None):
+    """A model without weights, from its configuration alone."""
+    place, _, commit = str(training._place(name)).partition("@")
+    commit = commit or models.REVISIONS.get(place)
+    if commit:  # on the hub: this file alone
+        logging.set_verbosity_error()  # what it tries again; the error below says it in one line
+        try:
+            config = transformers.AutoConfig.from_pretrained(place, revision=commit)
+        except OSError:
+            raise OSError(f"cannot get {name} from the hub. {models.WAYS_OUT}") from None
+    else:
+        config = transformers.AutoConfig.from_pretrained(models._find(place, None)[0])
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: config.num_hidden_layers]
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def memory(s: dict) -> dict:
     """Bytes that a run needs on its device, by what needs them; from the models' sizes."""
-    policy, ref, _ = training.models(s | {"device": "cpu"})
+    policy, ref = empty(s["policy"], s["policy_layers"]), empty(s["ref"], s["ref_layers"])
     weights, of_ref = (sum(p.numel() for p in m.parameters()) for m in (policy, ref))
     c, half = policy.config, 2 if s["dtype"] == "bfloat16" else 4
     rows = s["prompts"] * s["group"]
@@ -75,6 +98,7 @@ def memory(s: dict) -> dict:
     vocabulary = rows // s["chunks"] * s["max_new_tokens"] * c.vocab_size
     return {
         "policy: weights, gradients twice, AdamW": 4 * 5 * weights,
+        "policy: weights in bfloat16": (s["dtype"] == "bfloat16") * 2 * weights,
         "reference": of_ref * getattr(torch, s["ref_dtype"]).itemsize,
         "cache of the rollouts": 2 * half * rows * width * c.num_hidden_layers * heads,
         "activations of a part": half * rows // s["chunks"] * width * kept,
@@ -86,7 +110,8 @@ def plan(title: str, section: dict, changes: dict):
     """Print what the runs of a section would do and cost, from two timed steps."""
     runs = runs_of(section, changes)
     left = {r: s for r, s in runs.items() if not done(r, s, paths.PUBLISHED / title, paths.BUILD / "runs" / title)}
-    s = training.DEFAULTS | next(iter((left or runs).values()))
+    costly = max((left or runs).values(), key=lambda s: s["name"] == "rao-blackwell")  # it needs the logits
+    s = training.DEFAULTS | costly
     step = s["prompts"] * s["group"]
     print(f"{title}: {len(runs)} runs ({', '.join(section['names'])}; seeds {section['seeds']}), {len(left)} to do")
     print(f"a run: {s['steps']} steps of {s['prompts']} prompts x {s['group']} completions, at most "
@@ -98,12 +123,15 @@ def plan(title: str, section: dict, changes: dict):
         for what, size in parts.items():
             print(f"  {size / 2**30:7.2f} GiB  {what}")
         print(f"  {sum(parts.values()) / 2**30:7.2f} GiB  in all, estimated", flush=True)
+        if s["device"].startswith("cuda") and not torch.cuda.is_available():
+            print("no CUDA GPU here, so no timed steps: run this on a machine that has one", flush=True)
+            return
         took = timed(s)
     except (OSError, ValueError) as error:
         sys.exit(f"{title}: {error}")
     evaluations = 1 + -(-s["steps"] // s["eval_every"])
     each = s["steps"] * took["step"] + evaluations * took["evaluation"]
-    print(f"two timed steps: {took['step']:.2f} s each, an evaluation {took['evaluation']:.1f} s, "
+    print(f"two timed steps of {s['name']}: {took['step']:.2f} s each, an evaluation {took['evaluation']:.1f} s, "
           f"peak {took['memory'] / 2**30:.2f} GiB of memory")  # fmt: skip
     print(f"a run: {each / 60:.1f} minutes; what is left: {each * len(left) / 3600:.2f} hours, one run at a time")
 
@@ -128,10 +156,10 @@ def short(title: str, section: dict, changes: dict, minutes: float):
         for run, s in runs.items():
             (folder / run).parent.mkdir(parents=True, exist_ok=True)
             jobs[run] = (s, folder / run)
-        in_processes(training.make, jobs, 1, title)
+        in_processes(sweeps.make, jobs, 1, title)
+        publish()
     except (OSError, ValueError) as error:
         sys.exit(f"{title}: {error}")
-    publish()
     print(f"{(time.monotonic() - start) / 60:.1f} minutes")
 
 
@@ -139,21 +167,34 @@ def short(title: str, section: dict, changes: dict, minutes: float):
 
 
 def publish(root: Path = paths.ROOT):
-    """Copy finished runs of the scales to published/SCALE/NAME/, with the commit whose code made them; list them."""
+    """Copy finished runs of the scales to published/SCALE/NAME/, with the commit whose code made them; list them.
+
+    Runs with other settings than the section's in params.yaml are not (gpu_short's steps are as they were then).
+    ValueError, when all others are done, for runs whose code no commit has or with numbers that are not finite.
+    """
+    sections, wrong = YAML(typ="safe", pure=True).load((root / "params.yaml").read_text()), []
     for scale in SCALES:
+        wanted = runs_of(sections[scale], {}) if scale in sections else {}
         for file in sorted((root / "build/runs" / scale).glob("*/beta*-seed*.json")):
-            record = json.loads(file.read_text())
-            target = root / "published" / scale / file.relative_to(root / "build/runs" / scale)
-            if "commit" in record:  # came from there
+            run = str(file.relative_to(root / "build/runs" / scale))
+            target, record = root / "published" / scale / run, json.loads(file.read_text())
+            if "commit" in record or done(run, record["settings"], root / "published" / scale):
                 continue
-            if target.exists() and json.loads(target.read_text())["key"] == record["key"]:
+            if scale != "gpu_short" and not (run in wanted and done(run, wanted[run], file.parent.parent)):
+                print(f"{scale}/{run}: other settings than in params.yaml, left out")
                 continue
-            record["commit"] = commit_of(record["made"]["code"], root)
-            record["made"]["parameters"] = training.digest(record["settings"])
+            try:
+                record["commit"] = commit_of(record["made"]["code"], root)
+                record["made"]["parameters"] = sweeps.digest(record["settings"])
+                text = json.dumps(_rounded(record), separators=(",", ":"), allow_nan=False) + "\n"
+            except ValueError as error:
+                wrong.append(f"{scale}/{run}: {error}")
+                continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(_rounded(record), indent=None, separators=(",", ":"), allow_nan=False) + "\n"
             write(target, partial(_put, text))
             print("published", target.relative_to(root))
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def _put(text, file):
@@ -171,12 +212,12 @@ def _rounded(x):
 def commit_of(code: str, root: Path) -> str:
     """The newest commit whose training code has this hash. ValueError if there is none: commit the code first."""
     git = partial(subprocess.run, cwd=root, capture_output=True, text=True)
-    log = git(["git", "log", "--format=%H", "--", *(f"klnb/{m}.py" for m in training.CODE)]).stdout.split()
+    log = git(["git", "log", "--format=%H", "--", *(f"klnb/{m}.py" for m in sweeps.CODE)]).stdout.split()
     for commit in log:
-        shown = {m: git(["git", "show", f"{commit}:klnb/{m}.py"]) for m in training.CODE}
-        if not any(p.returncode for p in shown.values()):
-            if training.code(lambda name, shown=shown: shown[name.removesuffix(".py")].stdout) == code:
-                return commit
+        shown = {m: git(["git", "show", f"{commit}:klnb/{m}.py"]) for m in sweeps.CODE}
+        found = sweeps.code({m: p.stdout for m, p in shown.items()})
+        if found == code and not any(p.returncode for p in shown.values()):
+            return commit
     raise ValueError(f"no commit has the code that made this run (sha256 {code[:12]}...): commit it, then publish")
 
 
