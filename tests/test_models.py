@@ -115,6 +115,9 @@ def test_a_prompt_read_once_for_its_group_changes_nothing(kind, attention):
     for wrong in (2, 4):  # rows 1 and 2 ask the same, 2 and 3 do not; and 4 does not divide 9
         with pytest.raises(ValueError, match=f"the same prompt in every {wrong} adjacent rows"):
             models.completion_logits(model, tokens, mask, completion, group=wrong)
+    mask[0, -1] = 0  # the same ids, but another prompt
+    with pytest.raises(ValueError, match="the same prompt in every 3 adjacent rows"):
+        models.completion_logits(model, tokens, mask, completion, group=3)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

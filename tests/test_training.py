@@ -312,7 +312,7 @@ def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
     """Two processes, each with half of the prompts and the gradients averaged, against one, to 1e-5."""
     s = s | {"reward": True, "name": "rao-blackwell", "eval_prompts": 4, "temperature": 1.5, "chunks": 4}
     s = {k: v for k, v in s.items() if training.DEFAULTS.get(k, "given") != v}
-    params = {"runs": {"seeds": [0], "train": {k: v for k, v in s.items() if k not in ("name", "seed", "beta")}}}
+    params = {"runs": {"seeds": [0, 1], "train": {k: v for k, v in s.items() if k not in ("name", "seed", "beta")}}}
     (tmp_path / "params.yaml").write_text(json.dumps(params))
     alone = training.train(s)
     done = subprocess.run(
@@ -322,7 +322,7 @@ def test_two_processes_that_share_a_run_do_what_one_does(s, tmp_path):
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [f.name for f in (tmp_path / "two").iterdir()] == ["beta1-seed0.json"]
+    assert sorted(f.name for f in (tmp_path / "two").iterdir()) == ["beta1-seed0.json", "beta1-seed1.json"]
     shared = json.loads((tmp_path / "two/beta1-seed0.json").read_text())
     for quantity in ("length", "reward", "gradient_norm", "gradient_variance"):
         assert shared["steps"][quantity] == pytest.approx(alone["steps"][quantity], rel=1e-5), quantity
