@@ -409,6 +409,13 @@ fg.save(fig, "07_smollm2", caption(
 }, FIGURES)
 
 # %% [markdown]
+# Look at the lower panels first. Where the share of distinct samples is one over the size of a group, all samples of a
+# prompt are the same text: the student has become deterministic, the differences that its gradient lives on are gone,
+# and the divergence stays where it is. On the student's own samples that looks like success; the divergence from the
+# teacher's samples, $\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$ in the table, rises meanwhile. So these few runs say
+# where a student of this size goes at this rate, and not which estimator is the better one.
+
+# %% [markdown]
 # ## Appendix: how the settings were chosen
 #
 # Learning rates come from one grid, on a seed that no figure uses; for each estimator the rate with the lowest target

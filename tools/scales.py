@@ -191,14 +191,10 @@ def publish(root: Path = paths.ROOT):
                 wrong.append(f"{scale}/{run}: {error}")
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            write(target, partial(_put, text))
+            write(target, lambda tmp, text=text: tmp.write_text(text))
             print("published", target.relative_to(root))
     if wrong:
         raise ValueError("; ".join(wrong))
-
-
-def _put(text, file):
-    file.write_text(text)
 
 
 def _rounded(x):
