@@ -38,6 +38,11 @@ other processes used the machine's other core; medians of 5 steps, in brackets t
 With a prompt read in every row in both, the ratio is 2.2 and not 2.5. Of the 11.6 s that are left between them, 6.8 are
 in the backward pass and 2.9 in the passes of reference and policy, where TRL projects 1856 positions and ours 512, and
 2.0 in the rollout, where they project the same. Which of the other differences takes how much was not taken apart.
+
+Seen on a quiet AMD EPYC with 2 threads (trl 1.16.0, transformers 5.24.0, torch 2.13.0, medians of 5 steps): TRL 9.9 s a
+step and 52 tokens/s, ours 3.9 s and 132, so 2.57 times as fast (2.42 to 2.82); in two parts, as training does for the
+gradient's variance, 2.23; with every row reading its own prompt, 1.90 (1.76 to 2.04). Peak 4,396 against 2,767 MiB.
+Backward pass and clipping 3.8 against 1.2 s, rollout 2.4 against .95, reference 2.3 against 1.1, policy 1.4 against .4.
 """
 
 import argparse
