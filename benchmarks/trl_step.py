@@ -21,28 +21,19 @@ out of TRL's time. Peak memory (of the resident set) is each side's in a process
 not counted. Ratios are of adjacent steps; a busy machine moves the seconds more than the ratios. Nothing is asserted on
 times. The prompts' tokens and the reference's weights are checked to be the same.
 
-Measured with trl 1.16.0, transformers 5.24.0, accelerate 1.15.0, torch 2.13.0+cpu, AMD EPYC, --threads 1, while two
-other processes used the machine's other core; medians of 5 steps, in brackets the least and the most:
+Seen on a quiet AMD EPYC with --threads 2 (trl 1.16.0, transformers 5.24.0, accelerate 1.15.0, torch 2.13.0; medians of
+5 steps, in brackets the least and the most):
 
                                          TRL                    klnb           klnb, 2 parts        klnb, not shared
-    seconds a step    20.57 (18.78 to 21.52)     6.21 (5.90 to 6.37)     6.93 (6.48 to 8.29)     9.01 (8.73 to 9.35)
-    completion tokens/s                   25                      83                      74                      57
-    TRL's time / its                               3.37 (3.03 to 3.48)     2.87 (2.52 to 3.17)     2.23 (2.15 to 2.33)
-    peak memory, MiB                    4378                    2979                    2962                    3229
-    rollout                             3.76                    1.39                    1.38                    1.77
-    reference                           4.44                    1.81                    2.00                    3.12
-    policy, loss                        2.73                    0.73                    0.73                    1.11
-    backward, clip                      9.49                    1.97                    2.57                    2.72
-    optimizer                           0.04                    0.22                    0.23                    0.23
-
-With a prompt read in every row in both, the ratio is 2.2 and not 2.5. Of the 11.6 s that are left between them, 6.8 are
-in the backward pass and 2.9 in the passes of reference and policy, where TRL projects 1856 positions and ours 512, and
-2.0 in the rollout, where they project the same. Which of the other differences takes how much was not taken apart.
-
-Seen on a quiet AMD EPYC with 2 threads (trl 1.16.0, transformers 5.24.0, torch 2.13.0, medians of 5 steps): TRL 9.9 s a
-step and 52 tokens/s, ours 3.9 s and 132, so 2.57 times as fast (2.42 to 2.82); in two parts, as training does for the
-gradient's variance, 2.23; with every row reading its own prompt, 1.90 (1.76 to 2.04). Peak 4,396 against 2,767 MiB.
-Backward pass and clipping 3.8 against 1.2 s, rollout 2.4 against .95, reference 2.3 against 1.1, policy 1.4 against .4.
+    seconds a step      9.89 (9.20 to 11.18)     3.88 (3.81 to 3.97)     4.42 (4.33 to 4.50)     5.29 (4.94 to 5.47)
+    completion tokens/s                   52                     132                     116                      97
+    TRL's time / its                             2.57 (2.42 to 2.82)     2.23 (2.09 to 2.49)     1.90 (1.76 to 2.04)
+    peak memory, MiB                    4396                    2767                    2571                    3004
+    rollout                             2.37                    0.95                    0.94                    1.18
+    reference                           2.28                    1.14                    1.32                    1.79
+    policy, loss                        1.39                    0.43                    0.43                    0.62
+    backward, clip                      3.83                    1.22                    1.60                    1.58
+    optimizer                           0.02                    0.13                    0.13                    0.13
 """
 
 import argparse
