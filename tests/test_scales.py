@@ -43,6 +43,13 @@ def test_runs_go_seed_by_seed_so_that_a_part_of_them_is_paired(section):
     assert runs["k3/beta1-seed1.json"] == section["train"] | {"lr": 0.5, "name": "k3", "beta": 1.0, "seed": 1}
 
 
+def test_estimates_are_for_the_costliest_run(section):
+    """The one that needs the logits of the whole vocabulary, else the first; with its defaults."""
+    runs = scales.runs_of(section | {"names": ["k2", "rao-blackwell", "k3"]}, {})
+    assert scales.costliest(runs) == training.DEFAULTS | runs["rao-blackwell/beta1-seed0.json"]
+    assert scales.costliest(scales.runs_of(section, {}))["name"] == "k2"
+
+
 def test_plan_says_runs_tokens_memory_and_time(params, section, tmp_path, capsys):
     finished = tmp_path / "published/gpu_short/k2/beta1-seed0.json"
     finished.parent.mkdir(parents=True)

@@ -30,8 +30,8 @@ def main():
     rows = [r for r in csv.DictReader(FILE.open()) if r["section"] not in args.sections] if FILE.exists() else []
     for section in args.sections:
         names, betas, rates = GRIDS[section]
-        train = params[section]["train"]
-        train |= {"eval_every": train["steps"]} | ({"data_dir": args.data_dir} if args.data_dir else {})
+        train = params[section]["train"] | ({"data_dir": args.data_dir} if args.data_dir else {})
+        train |= {"eval_every": train["steps"]}
         runs = {}
         for name in names or params[section]["names"]:
             for lr in rates:

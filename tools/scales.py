@@ -47,6 +47,11 @@ def done(run: str, s: dict, *folders: Path) -> bool:
     return any(sweeps.kept(json.loads(f.read_text())["settings"]) == sweeps.kept(s) for f in files)
 
 
+def costliest(runs: dict) -> dict:
+    """Of runs {name/file: settings} the settings of one that takes longest, which estimates are for."""
+    return training.DEFAULTS | max(runs.values(), key=lambda s: s["name"] == "rao-blackwell")  # it needs the logits
+
+
 def timed(s: dict) -> dict:
     """Seconds of a run's second and third step (the first is warm-up) and of its last evaluation, and the peak of
     memory in bytes. On a CPU with one thread, as runs have."""
@@ -110,8 +115,7 @@ def plan(title: str, section: dict, changes: dict):
     """Print what the runs of a section would do and cost, from two timed steps."""
     runs = runs_of(section, changes)
     left = {r: s for r, s in runs.items() if not done(r, s, paths.PUBLISHED / title, paths.BUILD / "runs" / title)}
-    costly = max((left or runs).values(), key=lambda s: s["name"] == "rao-blackwell")  # it needs the logits
-    s = training.DEFAULTS | costly
+    s = costliest(left or runs)
     step = s["prompts"] * s["group"]
     print(f"{title}: {len(runs)} runs ({', '.join(section['names'])}; seeds {section['seeds']}), {len(left)} to do")
     print(f"a run: {s['steps']} steps of {s['prompts']} prompts x {s['group']} completions, at most "
@@ -141,7 +145,7 @@ def short(title: str, section: dict, changes: dict, minutes: float):
     start = time.monotonic()
     runs = runs_of(section, changes | {"steps": 1})
     try:
-        took = timed(training.DEFAULTS | next(iter(runs.values())))
+        took = timed(costliest(runs))
         spent = time.monotonic() - start
         fixed = spent - 3 * took["step"]  # loading, and three evaluations for the two here
         steps = int(((60 * minutes - spent) / len(runs) - fixed - took["evaluation"]) / took["step"])
