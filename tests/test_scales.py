@@ -70,26 +70,30 @@ def test_memory_counts_what_the_models_have(section):
     assert parts["policy: weights, gradients twice, AdamW"] == 20 * policy.num_parameters()
     assert parts["reference"] == 4 * ref.num_parameters()
     assert scales.memory(s | {"ref_dtype": "bfloat16"})["reference"] == 2 * ref.num_parameters()
-    assert parts["logits of a part, six times"] == 6 * 4 * 4 * 5 * 27  # 4 rows of 5 tokens of 27 kinds
-    # keys and values: 8 rows of 5 + 256 tokens, one block of 8 numbers each
-    assert parts["cache of the rollouts"] == 2 * 4 * 8 * 261 * 8
+    assert parts["logits of a part, seven times"] == 7 * 4 * 4 * 5 * 27  # 4 rows of 5 tokens of 27 kinds
+    # keys and values: 8 rows of 5 + 640 tokens, one block of 8 numbers each; in bfloat16 the values are half as large
+    assert parts["cache of the rollouts"] == 2 * 4 * 8 * 645 * 8
+    assert scales.memory(s | {"dtype": "bfloat16"})["cache of the rollouts"] == (4 + 2) * 8 * 645 * 8
+    width = policy.config.intermediate_size
+    assert parts["prompts of the rollouts, in one block"] == 3 * 4 * 8 * 640 * width
 
 
 def test_short_fits_its_time_and_publishes(params, tmp_path, monkeypatch, capsys):
-    """Three runs of as many steps as fit by a stopped clock, to which the timed run took no time at all: a run's fixed
-    part is then −3 steps, and 15 s are 3 · (8 − 3)."""
-    monkeypatch.setattr(scales, "timed", lambda s: {"step": 1.0, "evaluation": 0.0, "memory": 0})
+    """Three runs of as many steps as fit by a stopped clock, to which the timed run took no time at all, a step 1 s and
+    the rest of a run 2 s, one evaluation less than a run's three: 33 s are 3 · (8 + 2 + 1)."""
+    monkeypatch.setattr(scales, "timed", lambda s: {"step": 1.0, "evaluation": 1.0, "rest": 2.0, "memory": 0})
     monkeypatch.setattr(scales.time, "monotonic", lambda: 0.0)
     monkeypatch.setattr(scales, "commit_of", lambda code, root: "c" * 40)
     monkeypatch.setattr(scales.publish, "__defaults__", (tmp_path,))
     monkeypatch.setattr(paths, "BUILD", tmp_path / "build")
-    scales.main(["short", "--section", "gpu_short", "--params", str(params), "--minutes", "0.25"])
+    scales.main(["short", "--section", "gpu_short", "--params", str(params), "--minutes", "0.55"])
     assert "gpu_short: 3 runs of 8 steps" in capsys.readouterr().out
     published = sorted(tmp_path.glob("published/gpu_short/*/*.json"))
     runs = ["k2/beta1-seed0.json", "k2/beta1-seed1.json", "k3/beta1-seed1.json"]
     assert [f"{f.parent.name}/{f.name}" for f in published] == runs
     for file in published:
         check(json.loads(file.read_text()))
+        assert [e["step"] for e in json.loads(file.read_text())["evals"]] == [0, 4, 8]
     with pytest.raises(SystemExit, match="0.01 minutes are too few: 3 runs of at least 4 steps.*give more MINUTES"):
         scales.main(["short", "--section", "gpu_short", "--params", str(params), "--minutes", "0.01"])
 

@@ -125,6 +125,16 @@ def test_step_takes_the_mean_of_its_parts_clips_it_and_knows_its_variance(pair, 
     torch.testing.assert_close(torch.cat([p.grad.flatten() for p in policy.parameters()]), whole)
 
 
+def test_a_gradient_that_is_not_finite_changes_no_weight(pair, s):
+    policy, _, tokenizer, records = pair
+    batch = training.sample(policy, tokenizer, records, s, generator(0, "x"), [])
+    before = [p.detach().clone() for p in policy.parameters()]
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="norm is nan"):
+        training.step(policy, optimizer, batch, lambda b: torch.nan * by_hand(policy, b).sum(), chunks=2, clip=1.0)
+    assert all(torch.equal(p, was) for p, was in zip(policy.parameters(), before))
+
+
 # Evaluation ----------------------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ def runs_of(section: dict, changes: dict) -> dict:
     found = {}
     for seed in section["seeds"]:
         for name in section["names"]:
-            if seed in section.get("seeds_of", {}).get(name, section["seeds"]):
+            if seed in sweeps.seeds_of(section, name):
                 made = sweeps.specs(section["train"] | changes, [seed], name, section.get("betas"))
                 found |= {f"{name}/{file}": s for file, s in made.items()}
     return found
@@ -53,23 +53,27 @@ def costliest(runs: dict) -> dict:
 
 
 def timed(s: dict) -> dict:
-    """Seconds of a run's second and third step (the first is warm-up) and of its last evaluation, and the peak of
-    memory in bytes. On a CPU with one thread, as runs have."""
+    """Seconds of a run's second and third step (the first is warm-up), of its last evaluation and of all but the three
+    steps, and the peak of memory in bytes. On a CPU with one thread, as runs have; on CUDA of a second run, as the
+    first one compiles."""
     torch.set_num_threads(1)
-    at = []
+    at, cuda = [], s["device"].startswith("cuda") and torch.cuda.is_available()
 
     def clock(steps):
         for i in steps:
             at.append(time.monotonic())
             yield i
 
-    cuda = s["device"].startswith("cuda") and torch.cuda.is_available()
     if cuda:
+        training.train(s | {"steps": 3, "eval_every": 3})
         torch.cuda.reset_peak_memory_stats()
+    start = time.monotonic()
     training.train(s | {"steps": 3, "eval_every": 3}, bar=clock)
     end = time.monotonic()
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"step": (at[3] - at[1]) / 2, "evaluation": end - at[3], "memory": peak}
+    # of CUDA what is reserved: the memory of recorded graphs is not counted as allocated
+    peak = torch.cuda.max_memory_reserved() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    step = (at[3] - at[1]) / 2
+    return {"step": step, "evaluation": end - at[3], "rest": end - start - 3 * step, "memory": peak}
 
 
 def empty(name: str, layers: int | None):
@@ -97,7 +101,7 @@ def memory(s: dict) -> dict:
     weights, of_ref = (sum(p.numel() for p in m.parameters()) for m in (policy, ref))
     c, half = policy.config, 2 if s["dtype"] == "bfloat16" else 4
     rows = s["prompts"] * s["group"]
-    width = s["max_new_tokens"] + 256  # with a long prompt
+    width = s["max_new_tokens"] + 640  # with the longest prompts of 1,000 characters
     heads = getattr(c, "num_key_value_heads", c.num_attention_heads) * c.hidden_size // c.num_attention_heads
     kept = c.num_hidden_layers * c.hidden_size * (1 if s["checkpointing"] else 16)
     vocabulary = rows // s["chunks"] * s["max_new_tokens"] * c.vocab_size
@@ -105,9 +109,11 @@ def memory(s: dict) -> dict:
         "policy: weights, gradients twice, AdamW": 4 * 5 * weights,
         "policy: weights in bfloat16": (s["dtype"] == "bfloat16") * 2 * weights,
         "reference": of_ref * getattr(torch, s["ref_dtype"]).itemsize,
-        "cache of the rollouts": 2 * half * rows * width * c.num_hidden_layers * heads,
+        # keys leave their rotation in float32, whatever the autocast
+        "cache of the rollouts": (4 + half) * rows * width * c.num_hidden_layers * heads,
+        "prompts of the rollouts, in one block": 3 * half * rows * 640 * c.intermediate_size,
         "activations of a part": half * rows // s["chunks"] * width * kept,
-        "logits of a part, six times": 6 * 4 * vocabulary,
+        "logits of a part, seven times": 7 * 4 * vocabulary,
     }
 
 
@@ -147,14 +153,13 @@ def short(title: str, section: dict, changes: dict, minutes: float):
     try:
         took = timed(costliest(runs))
         spent = time.monotonic() - start
-        fixed = spent - 3 * took["step"]  # loading, and three evaluations for the two here
-        steps = int(((60 * minutes - spent) / len(runs) - fixed - took["evaluation"]) / took["step"])
+        fixed = took["rest"] + took["evaluation"]  # loading, and three evaluations for the two there
+        steps = int(((60 * minutes - spent) / len(runs) - fixed) / took["step"])
         if steps < 4:
             raise ValueError(f"{minutes:g} minutes are too few: {len(runs)} runs of at least 4 steps would take "
-                             f"{len(runs) * (fixed + took['evaluation'] + 4 * took['step']) / 60 + spent / 60:.1f}; "
-                             "give more MINUTES")  # fmt: skip
+                             f"{(len(runs) * (fixed + 4 * took['step']) + spent) / 60:.1f}; give more MINUTES")
         print(f"{title}: {len(runs)} runs of {steps} steps, {took['step']:.2f} s a step", flush=True)
-        runs = runs_of(section, changes | {"steps": steps, "eval_every": max(1, steps // 2)})
+        runs = runs_of(section, changes | {"steps": steps, "eval_every": (steps + 1) // 2})
         folder = paths.BUILD / "runs" / title
         jobs = {}
         for run, s in runs.items():
