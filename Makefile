@@ -85,7 +85,7 @@ lab: $(READY)  ## the notebooks in JupyterLab
 $(READY): requirements.txt pyproject.toml lab-overrides.json
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later, please: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@if [ -e $@ ]; then echo "updating $(VENV)"; rm $@; else \
-	  echo "making $(VENV) (about 3 minutes)"; \
+	  echo "making $(VENV) (about 2 minutes)"; \
 	  $(PYTHON) -m venv --clear $(VENV) 2>/dev/null || $(PYTHON) -m venv --clear --without-pip $(VENV); fi
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(PY) install pip
 	$(PY) -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -r requirements.txt

@@ -66,7 +66,8 @@ def kl_loss(
     max_ratio: float | None = None,
     check: bool = True,
 ) -> Float[Tensor, ""]:
-    """A scalar to add (times β) to a loss that is minimised; its gradient estimates ∇KL, as the name says.
+    """A scalar to add (times β) to a loss that is minimised; the table says which field its gradient estimates:
+    ∇KL(π‖π_ref) for the last four names.
 
     Rows are completions sampled from π (on-policy) or, with `behavior_logp`, from μ. With ℓ_t = logp − ref_logp,
     G_t = Σ_{s≥t} ℓ_s, sg = detach, and b_t the leave-one-out baseline (0 without `group_size`), the loss of a sequence

@@ -9,10 +9,10 @@
 # %% [markdown]
 # # Which divergence does your KL term minimise?
 #
-# **Claim.** The usual losses for "a KL penalty" have four different expected gradients. k1 as a loss has none. k3 as a
-# loss has that of the swapped divergence $\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$. k2 has the right one token by
-# token, blind to what a token leads to. Reward-to-go has that of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ over
-# sequences, which is what a KL penalty in RL means.
+# **Claim.** On the policy's own samples the usual losses for "a KL penalty" have four different expected gradients.
+# That of k1 is zero. k3 has, token by token, that of the swapped divergence $\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$;
+# k2 has the right one token by token; both are blind to what a token leads to. Reward-to-go has that of
+# $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ over sequences, which is what a KL penalty in RL means.
 #
 # This chapter draws the four on a policy small enough to be seen whole, lists the estimators of `klnb.kl_loss`, says
 # where to read about which symptom, and ends with what to use when. It is a companion to Tang & Munos,
@@ -371,7 +371,7 @@ ADVICE = """| case | use | because |
 | … full logits at hand | `rao-blackwell` | less variance than reward-to-go on {rb:.0%} of pairs |
 | … sure to stay near the reference | `reward-to-go-k3` | variance × {k3[0]:.2f} near, × {k3[1]:.1f} far |
 | a very low KL | any but k1 | k3 is within 10% of the right gradient below {tenth:.3f} nats |
-| stale rollouts | `reward-to-go` with `behavior_logp` | exact at any staleness; chapter 6 has its price |
+| stale rollouts | `reward-to-go` with `behavior_logp` | exact at any staleness, on samples π was not fitted to |
 | never | k1 as a loss | larger β, larger KL: {weak[0]:.1f} to {weak[1]:.1f} nats under a weak reward |
 | not on few samples | k3 as a loss | {stuck:.0%} of runs ended in a corner ({few}) |"""
 display(Markdown(ADVICE.format(**numbers) if numbers else f"Run chapters {', '.join(missing)} first."))
@@ -380,7 +380,7 @@ display(Markdown(ADVICE.format(**numbers) if numbers else f"Run chapters {', '.j
 # ## Summary
 #
 # A good *value* makes no good *gradient*: the samples move with the policy, and autograd does not see it. Of the usual
-# losses one is inert (k1), one follows the other divergence (k3), one is right token by token (k2), and the
-# sequence-level ones are right.
+# losses one is inert (k1), one follows the other divergence token by token (k3), one the right one token by token (k2),
+# and the sequence-level ones are right.
 #
 # Start with [the values](01_value_estimates), or go where your symptom points.

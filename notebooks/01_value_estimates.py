@@ -11,7 +11,7 @@
 #
 # **Claim.** From samples of the policy, k1 and k3 are unbiased estimates of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$
 # and k2 is not: its error stops falling at its own squared bias. Of the two unbiased ones, k3 has less variance near
-# $\pi_{\mathrm{ref}}$ and more, without bound, far from it.
+# $\pi_{\mathrm{ref}}$ and more, without bound, where $\pi_{\mathrm{ref}}$ likes what $\pi$ hardly draws.
 #
 # This reproduces Figure 1 of Tang & Munos, *On a few pitfalls in KL divergence gradient estimation for RL*
 # ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477)), with every expectation in closed form beside the samples. It
@@ -190,7 +190,9 @@ for where in SCALES:
 # $$
 #
 # So k3 is the better of the two **exactly where $\chi^2<2J$**. Near $\pi_{\mathrm{ref}}$, $\chi^2\approx J$ and it
-# wins; but $J$ grows with the log of the ratio and $\chi^2$ with the ratio itself, so far away k3 always loses.
+# wins. $\chi^2$ grows with the ratio $r$ itself and $J$ with its log, so k3 loses, without bound, once
+# $\pi_{\mathrm{ref}}$ likes something that $\pi$ hardly draws. Random pairs far apart have such an action; a policy
+# that only adds what $\pi_{\mathrm{ref}}$ lacks does not.
 
 
 # %%
@@ -324,7 +326,7 @@ fg.save(fig, "01_crossover", caption, FIGURES)
 # - k1 and k3 estimate $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ without bias; k2 does not, and more samples do not
 #   help.
 # - $\mathrm{Var}(k_3)=\mathrm{Var}(k_1)+\chi^2-2J$: k3 is the better *value* exactly where $\chi^2<2J$, near
-#   $\pi_{\mathrm{ref}}$. Its name as the low-variance choice is earned there and nowhere else.
+#   $\pi_{\mathrm{ref}}$ for one.
 # - A KL that a log shows as negative is k1 on few samples (each $\ell$ can be negative), or log-probs that are not
 #   those of the sampler. k3 is never negative, whichever distribution the samples came from, which hides that fault.
 #

@@ -12,7 +12,8 @@
 # **Claim.** With a reward, the choice of the KL loss decides where training ends. k2 and the score function settle at
 # the optimum of $\mathbb{E}[R]-\beta\,\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, k3 as a loss at that of
 # $\mathbb{E}[R]-\beta\,\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$, and k1 as a loss does not regularise at all: its KL
-# does not depend on $\beta$, or even grows with it. At low KL none of this matters, and this chapter says how low.
+# does not depend on $\beta$, or even grows with it. At low KL the choice among all but k1 hardly matters, and this
+# chapter says how low.
 #
 # A tabular counterpart of Figure 7 (reward maximisation) of Tang & Munos ([arXiv
 # 2506.09477](https://arxiv.org/abs/2506.09477)), every end point against a closed form. It also makes a test that a
@@ -320,7 +321,7 @@ fg.save(fig, "04_reward_kl", caption, FIGURES)
 
 # %% [markdown]
 # Both curves are Pareto curves of their own objective; on the axes of the target one, the swapped optima lie below: the
-# same KL buys less reward. The same $\beta$ is not the same pressure either: for k3 it leaves several times the KL.
+# same KL buys less reward. The same $\beta$ is not the same pressure either: for k3 it leaves more KL (right panel).
 #
 # ## The long run
 #
@@ -347,8 +348,9 @@ assert tracks["low"] > 0 and long["swapped"][-1, 2].mean() < 0.1 and long["targe
 #
 # Summed over the tokens of a sequence, k3 follows $F_{\mathrm{tok}}$, which takes its prefixes from $\pi$ and not from
 # $\pi_{\mathrm{ref}}$: it is the gradient of neither divergence of whole sequences ([chapter 5](05_sequences)), and so
-# there is no reason for it to end at either optimum. The same holds for k2 and $R_{\mathrm{tok}}$. Without noise, on
-# random policies over all sequences of a few tokens, a full table of logits and a random reward for each sequence:
+# there is no reason for it to end at either optimum. Nor does $R_{\mathrm{tok}}$, k2's field, belong to either. Without
+# noise, on random policies over all sequences of a few tokens, a full table of logits and a random reward for each
+# sequence:
 
 # %%
 tokens, _ = sequences(3, horizon)
@@ -414,8 +416,8 @@ caption = common | {
     "band": "left: 95% percentile bootstrap interval of the mean; right: none",
     "scale": "tabular, one position and enumerated sequences",
     "alt": "Left, the distance of k3 to the swapped optimum falls to nearly 0 while that to the target optimum stays "
-           "large; leave-one-out approaches the target. Right, only reward-to-go lies at distance 0 from the target "
-           "optimum; k2 and k3 lie off both axes.",
+           "large; leave-one-out approaches the target. Right, only reward-to-go always lies at distance 0 from the "
+           "target optimum; k3 lies off both axes, k2 mostly so.",
 }  # fmt: skip
 
 
@@ -449,11 +451,12 @@ axes[1].legend(loc="best")
 fg.save(fig, "04_long_run", caption, FIGURES)
 
 # %% [markdown]
-# ## When none of this matters
+# ## When the choice hardly matters
 #
 # At $\pi_{\mathrm{ref}}$ all fields vanish, and with a logit distance $\delta$ from it they agree to first order: both
-# divergences are $\frac12\Delta z^\top F\,\Delta z$ up to third order. So the choice turns the KL part of the update by
-# $O(\delta)$, while the KL is $O(\delta^2)$. Relative distance of each field to the right one, on random pairs:
+# divergences are $\frac12\Delta z^\top F\,\Delta z$ up to third order. So the choice changes the KL part of the update
+# by $O(\delta)$ of its size, while the KL is $O(\delta^2)$. Relative distance of each field to the right one, on random
+# pairs:
 
 # %%
 deltas = np.geomspace(0.02, 2, 14)
@@ -484,7 +487,7 @@ for where, fields in low.items():
     for f, values in fields.items():
         middle = np.median(values, axis=1)
         tenth[where, f] = float(np.exp(np.interp(np.log(0.1), np.log(middle), np.log(low_kl[where]))))
-        print(f"{where}, {f}: the update turns by less than 10% below a KL of {tenth[where, f]:.4f} nats (median pair)")
+        print(f"{where}, {f}: off by less than 10% below a KL of {tenth[where, f]:.4f} nats (median pair)")
         assert middle[0] < 0.1 < middle[-1]
         slope = np.polyfit(np.log(low_kl[where][:6]), np.log(middle[:6]), 1)[0]
         assert abs(slope - 0.5) < 0.05, slope  # relative distance ∝ √KL
@@ -545,7 +548,8 @@ fg.save(fig, "04_low_kl", caption, FIGURES)
 # - **k1 as a loss does not regularise.** Its end does not depend on $\beta$; where the reward is weak, a larger $\beta$
 #   gives a larger KL.
 # - **A leave-one-out baseline on reward and KL together** makes the gradient noise vanish at the optimum.
-# - **For sequences** neither k2 nor k3 summed over tokens ends at either optimum; reward-to-go ends at the target one.
-# - **At low KL** the choice is immaterial: the figure says below which KL.
+# - **For sequences** k3 summed over tokens ends at neither optimum; k2 in most instances misses the target one;
+#   reward-to-go ends at it.
+# - **At low KL** the choice among all but k1 is immaterial; the figure says how low.
 #
 # Next: [what happens over sequences](05_sequences).

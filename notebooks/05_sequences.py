@@ -377,8 +377,8 @@ figs.save(fig, "05_gradient_error", caption, figure_dir)
 # $$\mathbb{E}\Big\|a-\sum_t\bar C_ts_t\Big\|^2-\|m\|^2
 # +\frac1{n-1}\Big(\sum_t\mathrm{Var}(C_t)\,\mathbb{E}\|s_t\|^2+\sum_{t,t'}M_{tt'}\cdot M_{t't}\Big).$$
 #
-# The first part is the variance with the best constant-in-$y$ mean as the baseline; the rest is the price of
-# estimating it from $n-1$ others. The next cell is this formula; it is then compared with a brute enumeration of
+# The first part is the variance with the exact means $\bar C_t$ as constant baselines; the rest is the price of
+# estimating them from $n-1$ others. The next cell is this formula; it is then compared with a brute enumeration of
 # groups of two and three.
 
 
@@ -400,10 +400,10 @@ def leave_one_out(name, policy, ref, n):
     ratio = policy.token_logprobs(tokens) - ref.token_logprobs(tokens)
     C = ratio.flip(1).cumsum(1).flip(1) - (ratio if name == "rao-blackwell" else 0)
     mean_C = weights @ C
-    best = weights @ (grads - torch.einsum("t,mtd->md", mean_C, score)).square().sum(1) - mean.square().sum()
+    exact_mean = weights @ (grads - torch.einsum("t,mtd->md", mean_C, score)).square().sum(1) - mean.square().sum()
     M = torch.einsum("m,mtd,mu->tud", weights, score, C)
     spread = (weights @ (C - mean_C).square() * (weights @ score.square().sum(2))).sum()
-    return float(best + (spread + (M * M.transpose(0, 1)).sum()) / (n - 1))
+    return float(exact_mean + (spread + (M * M.transpose(0, 1)).sum()) / (n - 1))
 
 
 # %%
@@ -554,8 +554,8 @@ ax.text(0.045, 1.1, "more than reward-to-go above this line, less below", fontsi
 figs.save(fig, "05_crossover", caption, figure_dir)
 
 # %% [markdown]
-# So: correct everywhere, the better choice near $\pi_{\mathrm{ref}}$, a bad one far from it, with single pairs
-# hundreds of times worse. A policy in training does not announce which side it is on. Rao–Blackwell needs the full
+# So: correct everywhere, the better choice near $\pi_{\mathrm{ref}}$, a bad one far from it, with a heavy tail (the
+# printed 90% quantiles). A policy in training does not announce which side it is on. Rao–Blackwell needs the full
 # vocabulary's log-probs and is the safer way to less variance; it isn't less in every case, as the printed shares
 # say.
 #
@@ -623,8 +623,8 @@ for f in ("R_tok", "F_tok"):
 
 # %% [markdown]
 # What no objective means: walk once around a closed loop in parameter space and add up field · step. For a gradient
-# this is the change of its objective, so it returns to 0. For $R_{\mathrm{tok}}$ it does not: half of all such walks
-# go "downhill" all the way round to where they began.
+# this is the change of its objective, so it returns to 0. For $R_{\mathrm{tok}}$ it does not: in one of the two
+# directions the way round is downhill on balance, and ends where it began.
 
 # %%
 policy, ref = pair("curl", 0, 2, 1.0)
@@ -935,8 +935,8 @@ figs.save(fig, "05_aggregation", caption, figure_dir)
 # - Token-level $k_2$ follows $R_{\mathrm{tok}}$ and token-level $k_3$ follows $F_{\mathrm{tok}}$, at every horizon.
 #   Both drop the credit of a token for what follows, and neither has an objective once $T\ge2$.
 # - Of the right forms reward-to-go is the plain choice and Rao–Blackwell usually has less variance. A leave-one-out
-#   baseline pays far from $\pi_{\mathrm{ref}}$ and costs a little near it; $k_3$ done right is the reverse, with
-#   heavy tails.
+#   baseline pays far from $\pi_{\mathrm{ref}}$ and costs a little near it; $k_3$ done right is the other way
+#   round, with heavy tails.
 # - With limited capacity the fields settle in different places; only $R_{\mathrm{seq}}$ settles lowest in
 #   KL($\pi\,\|\,\pi_{\mathrm{ref}}$).
 # - Sum over tokens. A mean over each completion's length turns $k_1$ into a push towards longer answers.

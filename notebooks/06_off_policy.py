@@ -10,8 +10,8 @@
 # # Stale rollouts: which correction is right, and what it costs
 #
 # **Once the policy has moved away from the one that sampled, no per-token ratio gives the gradient of
-# KL($\pi\,\|\,\pi_{\mathrm{ref}}$); the product of ratios over the prefix does, and it is affordable while
-# KL($\pi\,\|\,\mu$) of a whole sequence stays below about a nat.**
+# KL($\pi\,\|\,\pi_{\mathrm{ref}}$); the product of ratios over the prefix does, and with a few hundred rollouts of
+# these small policies it is affordable while KL($\pi\,\|\,\mu$) of a whole sequence stays below about a nat.**
 #
 # The paper's identities are on-policy (arXiv 2506.09477; §6 treats one off-policy objective), while training code
 # takes several updates on the same rollouts. Its review asked what remains of them there. This notebook is the answer
@@ -493,8 +493,8 @@ caption = base | {
     "centre": "left median over triples, right mean over runs", "scale": "tabular",
     "band": "left none (exact values), right 95% Student-t interval of the mean over runs",
     "alt": "Left: the prefix ratio stays at 0; reward-to-go without ratio and the frozen clipped KL start at 0 and "
-    "rise within a few updates; k1 and k3 rise above 1. Right: the prefix ratio stays near 1, the other two leave it "
-    "on opposite sides",
+    "rise within a few updates; k1, k2 and k3 end above 1. Right: the prefix ratio stays near 1; the "
+    "other two fall below it, and without a ratio the share climbs past 1 at the end",
 }  # fmt: skip
 
 
@@ -533,10 +533,11 @@ figs.save(fig, "06_staleness", caption, figure_dir)
 #
 # The paper's §6 proposes $\frac12\mathbb{E}_\mu[\ell(y)^2]$ off-policy. For a fixed $\mu$ this is an honest
 # objective: the samples do not depend on the parameters, so autograd gives its gradient,
-# $\mathbb{E}_\mu[\ell(y)\nabla\log\pi(y)]$. Where $\mu>0$ everywhere it is zero only at $\pi=\pi_{\mathrm{ref}}$. At
+# $\mathbb{E}_\mu[\ell(y)\nabla\log\pi(y)]$. Where $\mu>0$ everywhere, and for a full-history policy, it is zero only at
+# $\pi=\pi_{\mathrm{ref}}$. At
 # $\mu=\pi$ its gradient *is* $R_{\mathrm{seq}}$ (it is $k_2$ of the whole sequence). Away from $\mu$ it is neither KL
 # nor proportional to it: it weighs squared log-ratios by how often $\mu$ visits. Token by token,
-# $\frac12\mathbb{E}_\mu[\sum_t\ell_t^2]$, the same holds with prefixes from $\mu$.
+# $\frac12\mathbb{E}_\mu[\sum_t\ell_t^2]$ is an honest objective too; at $\mu=\pi$ its gradient is $R_{\mathrm{tok}}$.
 #
 # Which of the losses can be run to their end on one buffer? Each is followed exactly from a $\pi$ a little off $\mu$
 # (at $\pi=\mu$ itself $k_1$ rests, on a maximum), with a bigram policy against a full-history reference, so that
@@ -571,8 +572,8 @@ two = exact.expected_gradient(LOSSES["no ratio: ½ℓ² of the sequence"], start
 assert (two - exact.gradient(start, ref, "R_seq")).norm() < 1e-12  # on-policy it is R_seq
 
 # %% [markdown]
-# With a full-history policy the same losses can all be at rest at $\pi=\pi_{\mathrm{ref}}$, whatever $\mu$ is; two
-# cannot.
+# With a full-history policy five of these seven losses rest at $\pi=\pi_{\mathrm{ref}}$, whatever $\mu$ is; $k_1$ and
+# the frozen, clipped KL do not.
 
 # %%
 _, ref, mu = triple("rest", 0, 3, 0.0)
@@ -893,8 +894,9 @@ figs.save(fig, "06_price", caption, figure_dir)
 # - $k_1$ without a ratio is not inert off-policy: it is $-\nabla\mathrm{KL}(\mu\,\|\,\pi)$.
 # - The KL in PPO's reward, frozen at rollout, is right for the first update and then rewards leaving $\mu$; with
 #   token ratios and clipping it follows no divergence.
-# - The price is $e^{2\,\mathrm{KL}(\pi\|\mu)}$ of the whole sequence. Log KL($\pi\,\|\,\mu$) per sequence and refresh
-#   the rollouts before it nears one nat; beyond, a capped ratio trades some bias for much variance.
+# - Whole-sequence weights cost a factor of about $e^{2\,\mathrm{KL}(\pi\|\mu)}$ in samples, prefix ratios less. Log
+#   KL($\pi\,\|\,\mu$) per sequence and refresh the rollouts before it nears one nat (a few tenths with a few dozen
+#   rollouts); beyond, a capped ratio trades some bias for much variance.
 # - No ratio repairs a sampler that cut tokens off.
 #
 # Next: [07_distillation](07_distillation), the same losses on language models.

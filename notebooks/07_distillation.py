@@ -11,7 +11,7 @@
 #
 # **Claim.** A student trained on its own samples gets closer to its teacher, in
 # $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$, with the sequence-level gradient and a baseline than with k3 as a loss,
-# and away from it with k1 as a loss. Noise decides the rest: k2 leaves out a part of the gradient, and does no worse
+# and away from it with k1 as a loss. Noise decides the rest: k2 leaves out most of the gradient, and does no worse
 # for it here.
 #
 # This follows Figure 8 and §5.2 of Tang & Munos ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477)) at a scale that
@@ -186,12 +186,11 @@ SURE = ("reward-to-go below k3", "k2 below k3", "k1 above its start", "reward-to
 assert scale != "tiny" or all(verdict(claims[f"target KL: {claim}"]) == "yes" for claim in SURE)
 
 # %% [markdown]
-# What one might expect from the theory are the first sentence and those on the swapped divergence, and they have to
-# stand as the intervals have them. **The right gradient is not seen to be the faster one.** $R_{\mathrm{seq}}$ differs
-# from k2's $R_{\mathrm{tok}}$ by what a token does to the divergence of the tokens after it. That is most of it here,
-# as the next section shows, but from a batch this small it comes with so much noise, and with so low a learning rate
-# to stand the noise, that nothing is seen of the advantage. Where what is left out matters is shown by
-# [enumeration](05_sequences), and below, where completions may end.
+# Theory suggests the first sentence and those on the swapped divergence; the intervals do not bear them out. **The
+# right gradient is not seen to be the faster one.** $R_{\mathrm{seq}}$ differs from k2's $R_{\mathrm{tok}}$ by what a
+# token does to the divergence of the tokens after it. That is most of it here, as the next section shows, but in a
+# batch this small it is so noisy, and needs so low a learning rate, that no advantage shows. Where what is left out
+# matters is shown by [enumeration](05_sequences), and below, where completions may end.
 #
 # **k3 does not bring the swapped divergence down most.** Its $F_{\mathrm{tok}}$ takes the prefixes from the student, so
 # it is not the gradient of $\mathrm{KL}(\pi_{\mathrm{ref}}\,\|\,\pi)$ over sequences; and its samples weigh
@@ -256,12 +255,12 @@ kept = {"steps": steps, "seeds": seeds, "models": reached, "noise": noise, "stan
 weights = ", ".join("{} of {parameters:,} weights".format(role, **row) for role, row in reached.items())
 
 
-def caption(title, quantity, setting, count, alt):
+def caption(title, quantity, setting, count, alt, s=train, rates="learning rates from one grid on another seed"):
     return {
         "title": title, "quantity": quantity,
         "setting": f"{setting}; {weights}; {train['prompts']} prompts × {train['group']} completions a step, "
-                   f"{train['steps']} steps of Adam, learning rates from one grid on other seeds; leave-one-out "
-                   f"baselines where there are any; {train['eval_prompts']} held-out prompts an evaluation",
+                   f"{s['steps']} steps of Adam, {rates}; leave-one-out baselines where there are any; "
+                   f"{s['eval_prompts']} held-out prompts an evaluation",
         "seeds": ", ".join(map(str, seeds)), "n": f"{len(seeds)} runs for each of {count} estimators",
         "centre": "mean over runs", "band": "95% Student-t interval of the mean; thin lines are runs",
         "scale": scale, "device": "CPU, one thread a run", "dtype": "float32",
@@ -349,7 +348,9 @@ fg.save(fig, "07_variable_length", caption(
     "With completions that may end, a small divergence can be a short answer",
     "KL(π‖π_ref) from full-vocabulary sums on the student's samples, length, entropy, share of right answers",
     "EOS allowed", len(variable_names),
-    alt="Four panels over training steps, three curves each: target divergence, length, entropy, accuracy."), FIGURES)
+    alt="Four panels over training steps, three curves each: target divergence, length, entropy, accuracy.",
+    s=train | variable, rates=f"learning rate {(train | variable)['lr']:g} for all, raised on the seeds shown until "
+                              "runs collapsed"), FIGURES)
 
 # %% [markdown]
 # ## A real language model
@@ -448,8 +449,7 @@ grid[grid["section"] == "smollm2"][["name", "lr", "steps", "kl", "entropy", "dis
 # ## Summary
 #
 # - **k1 as a loss** takes the student away from its teacher: its expected gradient is zero, and what it adds is noise.
-# - **k3 as a loss** ends far above all that follow $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ even at its own best
-#   learning rate.
+# - **k3 as a loss** ends far above k2 and reward-to-go even at its own best learning rate.
 # - **The sequence-level gradient** needs its noise reduced: the whole-sequence form is behind reward-to-go.
 # - **k2**, with much less noise, holds its own at fixed length, although its expected gradient is far shorter than
 #   $R_{\mathrm{seq}}$ and points elsewhere. It is blind to what ending saves, which protects it from the degenerate

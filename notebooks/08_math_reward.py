@@ -11,8 +11,8 @@
 #
 # **Claim.** A language model that maximises the reward of right answers pays for it in
 # $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ to where it started. A KL term lowers the price, whichever estimator it
-# has, but for k1 as a loss, which regularises nothing. Close to $\pi_{\mathrm{ref}}$ all the others point the same way
-# in expectation, and what tells them apart is their noise.
+# has, but for k1 as a loss, which regularises nothing. Between estimators that share an expected gradient, noise makes
+# the difference.
 #
 # This follows Figure 7 of Tang & Munos ([arXiv 2506.09477](https://arxiv.org/abs/2506.09477)). At scale `tiny` the
 # policy is the larger model of the [chapter before](07_distillation), sampled at temperature 3: it knows how to add and
@@ -101,14 +101,11 @@ for row in shown["samples"][:: done["group"]]:
               f"log π_ref {s['ref_logp']:.2f}, KL estimate {s['logp'] - s['ref_logp']:+.3f}\n{s['text']}")  # fmt: skip
 
 # %% [markdown]
-# At scale `math-demo` every sample that a step trained on is kept as well. A model of 135M parameters hardly solves any
-# MATH problem, and one that follows no request to box its answer is not rewarded at all: with no reward in a group
-# and the policy still at the reference, the gradient is exactly 0. So the demonstration takes short problems of level 1
-# whose answer is 1 or 2, right now and then by luck more than by reasoning, and puts worked examples, which are not
-# trained on, before each. This subset was chosen after all of level 1, and then its one-digit answers, gave no reward
-# at all, and after its own rewards had been seen: they show that the path works and measure nothing else.
-# Log-probabilities and the three estimates of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ are
-# sums over a sample's tokens, in nats; at the first step the policy is the reference, and all three are 0.
+# At scale `math-demo` every sample that a step trained on is kept as well: short problems of level 1 whose answer is 1
+# or 2, with worked examples before each, chosen after broader sets had given a model of 135M parameters no reward at
+# all, and after its own rewards had been seen. They show that the path works and measure nothing else.
+# Log-probabilities and the three estimates of $\mathrm{KL}(\pi\,\|\,\pi_{\mathrm{ref}})$ are sums over a sample's
+# tokens, in nats; at the first step the policy is the reference, and all three are 0.
 
 # %%
 sampled = pd.DataFrame(shown["rows"])
@@ -231,11 +228,11 @@ if len(seeds) > 1 and scale != "math-demo":
 # %% [markdown]
 # ## Low KL: what is left to tell the estimators apart
 #
-# All fields but zero agree to first order at $\pi_{\mathrm{ref}}$ ([sequences](05_sequences)): with a strong KL term
-# the policy stays where it makes little difference which of them it follows. Below, differences from reward-to-go at
-# the same $\beta$, paired by seed. At small $\beta$ there is little to tell the estimators apart by: the KL term hardly
-# matters. At large $\beta$ they differ although the policy is close to $\pi_{\mathrm{ref}}$, and not by their fields:
-# the sequence-level forms, which share one, differ among themselves, by the noise that the KL term adds to each step.
+# All fields but zero agree to first order at $\pi_{\mathrm{ref}}$ ([sequences](05_sequences)). Below, differences from
+# reward-to-go at the same $\beta$, paired by seed. At small $\beta$ there is little to tell the estimators apart by:
+# the KL term hardly matters. At large $\beta$ they differ although the policy is close to $\pi_{\mathrm{ref}}$. The
+# sequence-level forms share one field, so their differences are noise, which the KL term adds to each step; k2 and k3
+# follow other fields, and these runs cannot tell field from noise.
 
 # %%
 if len(seeds) > 1 and scale != "math-demo":

@@ -295,7 +295,7 @@ def expected(names):
 def what_to_set():
     """Tables of library options by the field that they follow on-policy, from the published audit."""
     published = json.loads((PUBLISHED / "audit.json").read_text())
-    head = "| library | option | on-policy | off-policy | a test would say | how |\n|---|---|---|---|---|---|"
+    head = "| library | option | on-policy | off-policy | a test, on-policy | how |\n|---|---|---|---|---|---|"
     tables = {"R_seq": [head], "R_tok": [head], "F_tok": [head], "other": [head]}
     for r in published["rows"]:
         steady = r["on_policy"].split(";")[0]  # what it follows near π_ref, whatever the lengths and the padding
