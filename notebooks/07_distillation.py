@@ -379,8 +379,21 @@ print("runs:", counts, "seeds:", sorted({r["settings"]["seed"] for rs in real.va
 # %%
 table(real_data)
 
+# %% [markdown]
+# Differences between runs of the same seed, as above, after 20 steps (chosen on the grid's seed) and at the end:
+
 # %%
-kept["smollm2"] = {"steps": real_steps, "counts": counts,
+real_claims = {}
+for above, below in (("k2", "reward-to-go"), ("k3", "reward-to-go"), ("k3", "k2"), ("rao-blackwell", "reward-to-go")):
+    n = min(counts.get(above, 0), counts.get(below, 0))  # seeds are published in their order
+    for step in (20, real_steps[-1]) if n > 1 else ():
+        a, b = (real_data[name]["kl"][:n, real_steps.index(step)] for name in (above, below))
+        real_claims[f"step {step}, target KL: {below} below {above}"] = d = paired(a, b)
+        print("step {}, target KL: {} below {}: {} (by {mean:.3g}, interval {low:.3g} to {high:.3g}, n = {n})".format(
+            step, below, above, verdict(d), **d))  # fmt: skip
+
+# %%
+kept["smollm2"] = {"steps": real_steps, "counts": counts, "claims": real_claims,
                    "evaluations": {name: {m: c[m].tolist() for m in c} for name, c in real_data.items()}}  # fmt: skip
 (RESULTS / "07_distillation.json").write_text(json.dumps(kept) + "\n")
 fig, axes = plt.subplots(3, 1, figsize=(7, 8), sharex=True)

@@ -16,7 +16,7 @@ SEEDS = [100]
 GRIDS = {  # section: (names, betas, rates)
     "07_distillation": (None, [1.0], [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]),
     "08_math_reward": (["none", "reward-to-go"], [0.0, 0.05], [5e-4, 1e-3, 2e-3]),
-    "smollm2": (["k2"], [1.0], [5e-5, 1e-4]),
+    "smollm2": (["k2"], [1.0], [2e-5, 5e-5, 1e-4]),
 }
 FILE = paths.PUBLISHED / "lr_grid.csv"
 
