@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
 from itertools import combinations, product
 
 import torch
@@ -170,6 +170,7 @@ def audit_reward(
         raise ValueError(f"ratio: expected None, 'token' or 'sequence', got {ratio!r}")
     _check(fn, expect, batch_size)
 
+    @wraps(fn)  # for its signature
     def loss(logp, ref_logp, mask, behavior_logp, **logits):
         detached = logp.detach()
         signal = fn(detached, ref_logp, mask, behavior_logp, **{k: v.detach() for k, v in logits.items()})
@@ -186,9 +187,6 @@ def audit_reward(
         sign = 1 if returns == "penalty" else -1
         return sign * torch.where(mask > 0, weight * signal * logp, 0.0).sum() / len(logp)
 
-    names = ["logp", "ref_logp", "mask", "behavior_logp", *_extra(fn)]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    loss.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
     return audit(loss, expect=expect, off_policy=off_policy, batch_size=batch_size, rtol=rtol)
 
 
@@ -210,22 +208,17 @@ def _check(fn, expect, batch_size):
 def _pair(vocab, table, eos, reach, generator):
     """π, π_ref whose largest |ℓ| is `reach`, both at equal distance from a random table, and μ near π."""
 
-    def draw():
-        return policies.random(vocab, HORIZON, table, eos, generator=generator).logits
-
-    def at(logits):
-        return policies.Tabular(logits, table, horizon=HORIZON, eos=eos)
-
-    centre, direction, drift = draw(), draw(), draw()
+    random = [policies.random(vocab, HORIZON, table, eos, generator=generator) for _ in range(3)]
+    centre, direction, drift = (p.logits for p in random)
     direction *= torch.rand(len(direction), 1, dtype=torch.float64, generator=generator)  # some positions stay mild
     tokens, mask = policies.sequences(vocab, HORIZON, eos)
     low, high = 0.0, 1000.0
     for _ in range(40):
         mid = (low + high) / 2
-        pair = at(centre + mid * direction), at(centre - mid * direction)
+        pair = [random[0].at(centre + step * direction) for step in (mid, -mid)]
         gap = (mask * (pair[0].token_logprobs(tokens) - pair[1].token_logprobs(tokens))).abs().max()
         low, high = (mid, high) if gap < reach else (low, mid)
-    return *pair, at(pair[0].logits + 0.7 * drift)
+    return *pair, pair[0].at(pair[0].logits + 0.7 * drift)
 
 
 def _fields(policy, ref, mu):
@@ -386,8 +379,8 @@ def _probe_notes(fn, batch_size):
         live = logp.clone().requires_grad_()
         with torch.enable_grad():
             loss = fn(live, logp - x, torch.ones_like(logp), logp.clone())
-            slope = torch.autograd.grad(loss, live, allow_unused=True)[0]
-        return float(loss.detach()), 0.0 if slope is None else float(slope)
+            slope = torch.autograd.grad(loss, live, materialize_grads=True)[0]
+        return float(loss.detach()), float(slope)
 
     points, h = (-0.5, -0.3, 0.2, 0.4), 1e-4
     near = [at(x) for x in points]

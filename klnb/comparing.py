@@ -68,14 +68,13 @@ def compare(
             with_sums[a, b].append(_dot(grads[a], total[b]))
         for a, b in pairs:
             own[a, b].append(_dot(grads[a], grads[b]))
-    whole = {(a, b): _dot(total[a], total[b]) for a, b in pairs}
     # U[a, b]: mean product of different blocks, with all blocks first and then with each left out (for the jackknife)
     means = {}
     for a, b in pairs:
         ab, ba, same = np.array(with_sums[a, b]), np.array(with_sums[b, a]), np.array(own[a, b])
         k = len(blocks)
-        full = (whole[a, b] - same.sum()) / (k * (k - 1))
-        without = (whole[a, b] - ab - ba + same - (same.sum() - same)) / ((k - 1) * (k - 2))
+        full = (ab.sum() - same.sum()) / (k * (k - 1))
+        without = (ab.sum() - ab - ba + same - (same.sum() - same)) / ((k - 1) * (k - 2))
         means[a, b] = np.concatenate([[full], without])
     return pd.DataFrame([_row(name, target, means) for name in names], columns=COLUMNS)
 
@@ -113,8 +112,8 @@ def _gradients(model, batch, rows, names, params, size):
             if ESTIMATORS[name].needs_logits:
                 more |= {"logits": logits, "ref_logits": part["ref_logits"]}
             loss = kl_loss(name, logp, part["ref_logp"], part["mask"], **more)
-            grads = torch.autograd.grad(loss, params, retain_graph=i + 1 < len(names), allow_unused=True)
-            yield name, [torch.zeros_like(p) if g is None else g.float() for g, p in zip(grads, params)]
+            grads = torch.autograd.grad(loss, params, retain_graph=i + 1 < len(names), materialize_grads=True)
+            yield name, [g.float() for g in grads]
 
 
 def _dot(a, b) -> float:

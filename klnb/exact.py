@@ -50,34 +50,27 @@ def kl(policy: policies.Tabular, ref: policies.Tabular) -> Float[Tensor, ""]:
 
 def _field(logits, policy, ref, field, behavior, create_graph=False):
     """The field at `logits`, [rows, V]; with create_graph, itself differentiable in them (prefix weights included)."""
-    tokens, mask = policies.sequences(policy.vocab, policy.horizon, policy.eos)
-
-    def at(z):
-        return policies.Tabular(z, policy.table, horizon=policy.horizon, eos=policy.eos)
-
-    live = logits + 0  # the fields differentiate the objective in `live`, and weights in `logits` are held fixed
-    if field == "R_seq":
-        objective = kl(at(live), ref)
-    elif field == "F_seq":
-        objective = kl(ref, at(live))
-    else:
-        sampler = behavior if field.endswith("_mu") else at(logits)
-        weight = _sequence_logp(sampler, tokens, mask).exp().unsqueeze(1) * mask
-        reach = (weight > 0).unsqueeze(2)  # elsewhere nothing counts, not even an infinite KL: 0 · inf is NaN
-        logp, logq = (torch.where(reach, x.log_probs(tokens), 0.0) for x in (at(live), ref))
-        step = _cross(logp.exp(), logp, logq) if field[0] == "R" else _cross(logq.exp(), logq, logp)
-        objective = (weight * step.sum(2)).sum()
-    if not torch.isfinite(objective):
-        raise ValueError(f"field: {field} does not exist here: its divergence is infinite (a token is barred)")
-    return torch.autograd.grad(objective, live, create_graph=create_graph)[0]
-
-
-def _check_field(policy, ref, field, behavior):
     if field not in FIELDS:
         raise ValueError(f"field: expected one of {', '.join(FIELDS)}, got {field!r}")
     if field.endswith("_mu") and behavior is None:
         raise ValueError(f"behavior: {field} takes its prefixes from μ, so give the policy that sampled")
     _check(policy, ref=ref, behavior=behavior)
+    tokens, mask = policies.sequences(policy.vocab, policy.horizon, policy.eos)
+    live = logits + 0  # the fields differentiate the objective in `live`, and weights in `logits` are held fixed
+    if field == "R_seq":
+        objective = kl(policy.at(live), ref)
+    elif field == "F_seq":
+        objective = kl(ref, policy.at(live))
+    else:
+        sampler = behavior if field.endswith("_mu") else policy.at(logits)
+        weight = _sequence_logp(sampler, tokens, mask).exp().unsqueeze(1) * mask
+        reach = (weight > 0).unsqueeze(2)  # elsewhere nothing counts, not even an infinite KL: 0 · inf is NaN
+        logp, logq = (torch.where(reach, x.log_probs(tokens), 0.0) for x in (policy.at(live), ref))
+        step = _cross(logp.exp(), logp, logq) if field[0] == "R" else _cross(logq.exp(), logq, logp)
+        objective = (weight * step.sum(2)).sum()
+    if not torch.isfinite(objective):
+        raise ValueError(f"field: {field} does not exist here: its divergence is infinite (a token is barred)")
+    return torch.autograd.grad(objective, live, create_graph=create_graph)[0]
 
 
 def gradient(
@@ -92,9 +85,8 @@ def gradient(
     Returns: float64 [rows, V], detached. Raises: ValueError for an unknown field, a *_mu field without behavior,
         policies of different V, T or eos, or an infinite divergence.
     """
-    _check_field(policy, ref, field, behavior)
     with torch.enable_grad():
-        return _field(policy.logits.detach().requires_grad_(), policy, ref, field, behavior).detach()
+        return _field(policy.logits.detach().requires_grad_(), policy, ref, field, behavior)
 
 
 def jacobian(
@@ -104,7 +96,6 @@ def jacobian(
 
     A field is the gradient of some function only if J is symmetric everywhere. Arguments and errors as `gradient`.
     """
-    _check_field(policy, ref, field, behavior)
     logits = policy.logits.detach()
     with torch.enable_grad():
         rows = torch.autograd.functional.jacobian(
@@ -124,9 +115,8 @@ def length_gradient(policy: policies.Tabular, inverse: bool = False) -> Float[Te
     tokens, mask = policies.sequences(policy.vocab, policy.horizon, policy.eos)
     logits = policy.logits.detach().requires_grad_()
     with torch.enable_grad():
-        live = policies.Tabular(logits, policy.table, horizon=policy.horizon, eos=policy.eos)
         length = mask.sum(1)
-        mean = (_sequence_logp(live, tokens, mask).exp() * (1 / length if inverse else length)).sum()
+        mean = (_sequence_logp(policy.at(logits), tokens, mask).exp() * (1 / length if inverse else length)).sum()
         return torch.autograd.grad(mean, logits)[0]
 
 
@@ -176,48 +166,27 @@ def gradients(
     """The probability of each of the M batches of positive probability and the gradient of the loss on it."""
     _check(policy, ref=ref, behavior=behavior)
     tokens, mask = policies.sequences(policy.vocab, policy.horizon, policy.eos)
+    sampler, wanted = behavior or policy, inspect.signature(loss_fn).parameters
     with torch.no_grad():
-        prob = _sequence_logp(behavior or policy, tokens, mask).exp()
+        prob = _sequence_logp(sampler, tokens, mask).exp()
         tokens, mask, prob = tokens[prob > 0], mask[prob > 0], prob[prob > 0]
-        batches = torch.tensor(list(product(range(len(tokens)), repeat=batch_size)))  # [M, B]
-        weights = prob[batches].prod(1)
-        full = {
-            "logp": policy.token_logprobs(tokens),
-            "ref_logp": ref.token_logprobs(tokens),
-            "mask": mask,
-            "behavior_logp": (behavior or policy).token_logprobs(tokens),
-            "logits": policy.logits[policy.rows(tokens)],
-            "ref_logits": ref.logits[ref.rows(tokens)],
-        }
-        probs = full["logits"].softmax(2)
-    onehot, rows = torch.nn.functional.one_hot(tokens, policy.vocab), policy.rows(tokens)
-    out = policy.logits.new_zeros(len(batches), *policy.logits.shape)
-    # row r of batch m lies at m·rows + r of the flattened output
-    start = torch.arange(len(batches)).repeat_interleave(batch_size)[:, None] * len(policy.logits)
-    share = len(batches) if stacked else 1  # each batch is a 1/M share of the stacked mean
-    everything = slice(0, len(batches) * batch_size)
-    for part in [everything] if stacked else [slice(m, m + batch_size) for m in range(0, everything.stop, batch_size)]:
-        index = batches.flatten()[part]
-        t = int(mask[index].sum(1).max()) if trim else policy.horizon
-        by_logp, by_logits = _cotangents(loss_fn, {k: v[index, :t] for k, v in full.items()})
-        by_logits = share * (by_logits + by_logp[..., None] * (onehot - probs)[index, :t])
-        out.flatten(0, 1).index_add_(0, (rows[index, :t] + start[part]).flatten(), by_logits.flatten(0, 1))
-    return weights, out
-
-
-def _cotangents(loss_fn, batch):
-    """The loss's gradients in logp [B, T] and in logits [B, T, V]."""
-    logp, logits = batch["logp"].clone().requires_grad_(), batch["logits"].clone().requires_grad_()
-    wanted = inspect.signature(loss_fn).parameters
-    more = {k: v for k, v in (("logits", logits), ("ref_logits", batch["ref_logits"])) if k in wanted}
-    with torch.enable_grad():
-        loss = loss_fn(logp, batch["ref_logp"], batch["mask"], batch["behavior_logp"], **more)
-        check_loss(loss)
-        by_logp, by_logits = torch.autograd.grad(loss, (logp, logits), allow_unused=True)
-    return (
-        torch.zeros_like(logp) if by_logp is None else by_logp,
-        torch.zeros_like(logits) if by_logits is None else by_logits,
-    )
+        rows, ref_logits = policy.rows(tokens), ref.logits[ref.rows(tokens)]
+        ref_logp, mu_logp = ref.token_logprobs(tokens), sampler.token_logprobs(tokens)
+    batches, out = torch.tensor(list(product(range(len(tokens)), repeat=batch_size))), []  # [M, B]
+    for some in [batches] if stacked else batches.split(1):
+        batch, table_of = some.flatten(), torch.arange(len(some)).repeat_interleave(batch_size)[:, None]
+        at = batch, slice(int(mask[batch].sum(1).max()) if trim else None)
+        tables = policy.logits.detach().repeat(len(some), 1, 1).requires_grad_()  # one for each batch
+        with torch.enable_grad():
+            logits = tables[table_of, rows[at]]
+            logp = logits.gather(2, tokens[at].unsqueeze(2)).squeeze(2) - logits.logsumexp(2)
+            more = {"logits": logits, "ref_logits": ref_logits[at]}
+            more = {k: v for k, v in more.items() if k in wanted}
+            own = logp.detach() if behavior is None else mu_logp[at]
+            loss = loss_fn(logp, ref_logp[at], mask[at], own, **more)
+            check_loss(loss)
+            out.append(len(some) * torch.autograd.grad(loss, tables)[0])  # stacked, each is a share of the mean
+    return prob[batches].prod(1), torch.cat(out)
 
 
 def check_loss(loss):

@@ -1,9 +1,8 @@
 """One look for all figures, and one way to save them: a PNG and a caption, the same bytes every time."""
 import json
-import os
-from pathlib import Path
 
-from klnb import paths, stats
+from klnb import stats
+from klnb.paths import write
 
 # Each name has one colour everywhere. A field has the colour of an estimator that follows it. The eight estimators
 # stay apart under the three kinds of colour blindness (a test measures this); line styles are a second way to tell.
@@ -39,11 +38,9 @@ _RC = {
 
 def style():
     """Forget a matplotlibrc of the user's and set ours; in a notebook, sharp inline figures without version stamps."""
-    import matplotlib as mpl
+    import matplotlib.style
 
-    backend = mpl.get_backend()
-    mpl.rcdefaults()
-    mpl.rcParams.update(_RC | {"backend": backend})
+    matplotlib.style.use(["default", _RC])
     from IPython import get_ipython
 
     if get_ipython() is not None:
@@ -87,7 +84,7 @@ def label_ends(ax, gap=0.055):
         ax.text(1.01, y, line.get_label(), color=line.get_color(), transform=ax.transAxes, va="center", fontsize=9)
 
 
-def save(fig, stem, caption: dict, root=paths.FIGURES):
+def save(fig, stem, caption: dict, root):
     """Write <root>/<stem>.png and <stem>.json, its caption. Neither is ever left half written.
 
     caption: all of CAPTION_FIELDS and nothing else, each a text or a number, filled from the run's own data.
@@ -100,21 +97,8 @@ def save(fig, stem, caption: dict, root=paths.FIGURES):
         raise ValueError(f"caption of {stem}: missing {missing}, unknown {unknown}, neither text nor number {wrong}")
     if fig.get_figwidth() > WIDTH + 1e-9:
         raise ValueError(f"{stem} is {fig.get_figwidth()} inches wide: above {WIDTH} its text is too small to read")
-    root = Path(root)
     root.mkdir(parents=True, exist_ok=True)
-    png, text = root / f"{stem}.png", root / f"{stem}.json"
-    tmp = root / f".{stem}.{os.getpid()}"
-    fig.savefig(tmp, format="png", metadata={"Software": None})  # matplotlib's version would be in the file
-    os.replace(tmp, png)
-    tmp.write_text(json.dumps({f: caption[f] for f in CAPTION_FIELDS}, indent=2, ensure_ascii=False) + "\n")
-    os.replace(tmp, text)
-
-
-def caption(source) -> str:
-    """A caption (a dict, or the path of its JSON file) as one paragraph of text."""
-    c = source if isinstance(source, dict) else json.loads(Path(source).read_text())
-    return (
-        f"{c['title']}. {c['quantity']}. Setting: {c['setting']}. Seeds: {c['seeds']}; n = {c['n']}. "
-        f"Centre: {c['centre']}; band: {c['band']}. Scale {c['scale']}, on {c['device']} in {c['dtype']}. "
-        f"Made by {c['notebook']}."
-    )
+    bare = {"format": "png", "metadata": {"Software": None}}  # matplotlib's version would be in the file
+    write(root / f"{stem}.png", lambda tmp: fig.savefig(tmp, **bare))
+    text = json.dumps({f: caption[f] for f in CAPTION_FIELDS}, indent=2, ensure_ascii=False) + "\n"
+    write(root / f"{stem}.json", lambda tmp: tmp.write_text(text))

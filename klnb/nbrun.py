@@ -19,21 +19,12 @@ import tempfile  # noqa: E402
 from itertools import groupby  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-from klnb.paths import ROOT  # noqa: E402
+from klnb.paths import ROOT, write  # noqa: E402
 from klnb.processes import end_with_parent  # noqa: E402
 
 _BAR = re.compile(r"^.*\d+%\|.*\|.*$\n?|^.*\b\d+it \[.*\]\s*$\n?", re.M)  # a tqdm bar
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def load(script):
-    """The notebook (NotebookNode) in a percent script."""
-    import jupytext
-
-    nb = jupytext.read(script)
-    nb.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
-    return nb
 
 
 def parameters(nb):
@@ -93,16 +84,13 @@ def clean(nb):
 def _outputs(outputs):
     """Join the pieces of a stream, show what a terminal would have left, drop progress bars, addresses, local paths."""
     merged = []
-    for is_stream, group in groupby(outputs, lambda out: out.output_type == "stream"):
-        if not is_stream:
-            merged += group
-            continue
+    for _, group in groupby(outputs, lambda out: out.output_type == "stream"):
         # pieces of stdout and stderr alternate as chance has it: one of each, stdout first
-        pieces = sorted(group, key=lambda out: out.name == "stderr")
-        for _, same in groupby(pieces, lambda out: out.name):
-            first, *rest = same
-            first["text"] += "".join(out["text"] for out in rest)
-            merged.append(first)
+        for out in sorted(group, key=lambda out: out.get("name") == "stderr"):
+            if merged and "name" in out and merged[-1].get("name") == out.name:
+                merged[-1]["text"] += out["text"]
+            else:
+                merged.append(out)
     for out in merged:
         if out.output_type == "stream":
             text = "\n".join(line.rstrip("\r").rsplit("\r", 1)[-1] for line in out["text"].split("\n"))
@@ -115,6 +103,7 @@ def _outputs(outputs):
 
 def run(script, out, params, threads=None):
     """Execute `script` with `params` and write `out`; the exit status. ValueError for a parameter that doesn't fit."""
+    import jupytext
     import nbformat
     import papermill
     from traitlets.config import Config
@@ -128,7 +117,7 @@ def run(script, out, params, threads=None):
         os.environ["OMP_NUM_THREADS"] = str(threads)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "10")  # a bar is a line there
-    nb = parametrize(load(script), params)
+    nb = parametrize(jupytext.read(script), params)
     out = Path(out).resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_suffix(".failed.ipynb")
@@ -149,9 +138,7 @@ def run(script, out, params, threads=None):
                 print(f"The notebook so far: {partial}", file=sys.stderr)
             return 130 if isinstance(e, KeyboardInterrupt) else 1
     partial.unlink()
-    tmp = out.with_suffix(f".{os.getpid()}.tmp")
-    nbformat.write(clean(nb), tmp)
-    os.replace(tmp, out)
+    write(out, lambda tmp: nbformat.write(clean(nb), tmp))
     return 0
 
 

@@ -67,19 +67,17 @@ class Tabular:
     def __repr__(self):
         return f"Tabular({self.table}, V={self.vocab}, T={self.horizon}, eos={self.eos})"
 
+    def at(self, logits: Tensor) -> "Tabular":
+        """The same kind of policy with other logits."""
+        return Tabular(logits, self.table, horizon=self.horizon, eos=self.eos)
+
     def rows(self, tokens: Int[Tensor, "N T"]) -> Int[Tensor, "N T"]:
         """The row of the table from which each token is drawn, given the tokens before it."""
-        n, horizon = tokens.shape
         if self.table == "free":
-            return torch.arange(horizon).expand(n, horizon)
-        rows = torch.zeros_like(tokens)
-        if self.table == "bigram":
-            rows[:, 1:] = 1 + tokens[:, :-1]
-            return rows
-        prefix = torch.zeros(n, dtype=tokens.dtype)  # the prefix read as a number in base V
-        for t in range(1, horizon):
-            prefix = prefix * self.vocab + tokens[:, t - 1]
-            rows[:, t] = table_rows(self.vocab, t, "full") + prefix
+            return torch.arange(tokens.shape[1]).expand_as(tokens)
+        rows, of_parent = torch.zeros_like(tokens), self.vocab if self.table == "full" else 0
+        for t in range(1, tokens.shape[1]):  # full: a V-ary heap, in which row r has the children V r + 1 .. V r + V
+            rows[:, t] = of_parent * rows[:, t - 1] + 1 + tokens[:, t - 1]
         return rows
 
     def log_probs(self, tokens: Int[Tensor, "N T"]) -> Float[Tensor, "N T V"]:

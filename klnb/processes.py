@@ -27,13 +27,6 @@ def end_with_parent(parent=None):
     threading.Thread(target=watch, daemon=True).start()
 
 
-def write(file, save):
-    """save(temporary path), then the file is there whole."""
-    tmp = file.with_name(f".{file.name}.{os.getpid()}")
-    save(tmp)
-    os.replace(tmp, file)
-
-
 def in_processes(work, jobs: dict, processes: int, title: str):
     """{name: work(*arguments, bar)} for {name: arguments}, in one-thread processes, with a progress bar."""
     import torch

@@ -17,8 +17,8 @@ import torch
 import transformers
 
 from klnb.losses import ESTIMATORS
-from klnb.paths import ROOT
-from klnb.processes import end_with_parent, in_processes, write
+from klnb.paths import ROOT, write
+from klnb.processes import end_with_parent, in_processes
 from klnb.team import team, wait
 from klnb.training import DEFAULTS, train
 

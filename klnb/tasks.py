@@ -24,12 +24,11 @@ HUB = ("EleutherAI/hendrycks_math", "21a5633873b6a120296cce3e2df9d5550074f4a3")
 SUBJECTS = "algebra counting_and_probability geometry intermediate_algebra number_theory prealgebra precalculus".split()
 
 
-def math_records(split: str, *, data_dir=None, levels: Sequence[int] | None = None, limit: int | None = None) -> list:
+def math_records(split: str, *, data_dir=None, levels: Sequence[int] | None = None) -> list:
     """MATH's records, 7,500 of split "train" or 5,000 of "test", in the order of their source.
 
     From data_dir/train.jsonl or test.jsonl (one JSON record a line), else the hub's copy at a pinned revision (there,
-    id is subject/row number). levels: keep these, 1 to 5. limit: the first so many of what is left (the order is by
-    subject: choose at random for a mixture).
+    id is subject/row number). The order is by subject: choose at random for a mixture. levels: keep these, 1 to 5.
 
     Raises: ValueError for an unknown split, for a record that lacks a field or whose solution has no box (naming file
     and line), and if no record is left; OSError, one line with the ways out, if the data cannot be reached.
@@ -42,7 +41,7 @@ def math_records(split: str, *, data_dir=None, levels: Sequence[int] | None = No
         records = [r for r in records if r["level"] in wanted]
     if not records:
         raise ValueError(f"no MATH problem of split {split!r} has a level among {levels}")
-    return records[:limit]
+    return records
 
 
 def _local(file):
@@ -78,81 +77,48 @@ def _checked(record):
     return {field: record[field] for field in FIELDS}
 
 
-def arithmetic(
-    n: int,
-    *,
-    split: str = "train",
-    seed: int = 0,
-    digits: Sequence[int] = (2, 3),
-    operations: Sequence[int] = (2, 3),
-    columns: bool = False,
-) -> list:
-    r"""n different sums and differences in MATH's format, worked left to right, the answer boxed.
+def arithmetic(n: int, *, split: str = "train", seed: int = 0) -> list:
+    r"""n different sums of three numbers in MATH's format, worked in columns, the answer boxed.
 
-    digits: how many digits an operand may have; operations: how many there may be (the level is one less). As in
-    problem "Compute $12+345-67$.", solution "12+345=357\n357-67=290\n\boxed{290}". The same arguments give the same
-    records. columns: the sums written one under the other, as small models learn them in minutes: problem
-    "Compute $347+ 58-126$.", solution "743\n+850\n=504\n-621\n=972\n\boxed{279}", each row from its units digit
-    on, filled up with zeros, and no sum shorter or longer than the longest operands. Small digits are common, 10 times
-    the square of a uniform number: with digits all alike, a sum's digit says nothing about one operand's, and small
-    models are slow to find out where to look.
+    The sums stand one under the other, as small models learn them in minutes: problem "Compute $347+ 58-126$.",
+    solution "743\n+850\n=504\n-621\n=972\n\boxed{279}", each row from its units digit on, filled up with zeros.
+    Operands have two or three digits, sums three. Small digits are common, 10 times the square of a uniform number:
+    with digits all alike, a sum's digit says nothing about one operand's, and small models are slow to find out where
+    to look.
 
-    A problem belongs to split "train" or "test" (one in ten) by a hash of its text, so that the two never
-    share one, whatever the seeds. ValueError if there are too few different problems.
+    The same arguments give the same records. A problem belongs to split "train" or "test" (one in ten) by a hash of its
+    text, so that the two never share one, whatever the seeds.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split: expected 'train' or 'test', got {split!r}")
-    if min(digits) < 1 or not 1 <= min(operations) <= max(operations) <= 6:
-        raise ValueError(f"digits must be at least 1 and operations 1 to 6, got {digits} and {operations}")
-    source, found, tries = generator(seed, f"arithmetic/{split}"), {}, 0
-    width, wide = max(operations) + 1, max(digits)
-    while len(found) < n and tries < 100 * n:
-        tries += 1
-        unit = torch.rand(width, 3 + columns * wide, generator=source, dtype=torch.float64).tolist()
-        count = operations[int(unit[0][0] * len(operations))]  # the first term's sign is not needed
-        lengths = [digits[int(u[1] * len(digits))] for u in unit[: count + 1]]
-        if columns:
-            terms = [_number([u[2] ** 2, *(x**2 for x in u[3 : 2 + n])]) for n, u in zip(lengths, unit)]
-        else:
-            terms = [int(10 ** (n - 1) * (1 + 9 * u[2])) for n, u in zip(lengths, unit)]
-        terms[1:] = [term if u[0] < 0.5 else -term for term, u in zip(terms[1:], unit[1:])]
-        sums = [sum(terms[:k]) for k in range(2, len(terms) + 1)]
-        if columns and not all(10 ** (wide - 1) <= s < 10**wide for s in sums):
+    source, found = generator(seed, f"arithmetic/{split}"), {}
+    while len(found) < n:
+        terms = [_term(*u) for u in torch.rand(3, 6, generator=source, dtype=torch.float64).tolist()]
+        terms[0] = abs(terms[0])
+        if not all(100 <= total < 1000 for total in (sum(terms[:2]), sum(terms))):
             continue
-        problem = f"Compute ${_sum(terms, wide if columns else 0)}$."
+        problem = f"Compute ${terms[0]:3d}" + "".join(f"{'+-'[t < 0]}{abs(t):3d}" for t in terms[1:]) + "$."
         if (sha256(problem.encode()).digest()[0] % 10 == 0) == (split == "test"):
             found[problem] = terms
-    if len(found) < n:
-        raise ValueError(f"only {len(found)} of {n} problems found with digits={digits}, operations={operations}")
     records = []
     for i, (problem, terms) in enumerate(found.items()):
-        steps = []
-        for k, term in enumerate(terms[1:], 1):
-            total, after = sum(terms[:k]), sum(terms[: k + 1])
-            steps.append(f"{_sum([total, term])}={after}")
-            if columns:
-                first, *rest = (str(abs(x))[::-1].ljust(wide, "0") for x in (total, term, after))
-                steps[-1:] = [first] * (k == 1) + ["+-"[term < 0] + rest[0], "=" + rest[1]]
-        records.append(
-            {
-                "id": f"arithmetic/{split}/{seed}/{i}",
-                "problem": problem,
-                "level": f"Level {max(1, len(terms) - 2)}",
-                "type": "Arithmetic",
-                "solution": "\n".join([*steps, rf"\boxed{{{sum(terms)}}}"]),
-            }
-        )
+        rows = [_turned(terms[0])]
+        for k in (1, 2):
+            rows += ["+-"[terms[k] < 0] + _turned(terms[k]), "=" + _turned(sum(terms[: k + 1]))]
+        solution = "\n".join([*rows, rf"\boxed{{{sum(terms)}}}"])
+        records.append({"id": f"arithmetic/{split}/{seed}/{i}", "problem": problem, "level": "Level 1",
+                        "type": "Arithmetic", "solution": solution})  # fmt: skip
     return records
 
 
-def _number(shares):
-    """Of digits at these shares of their range, the first one not 0."""
-    first, *rest = shares
-    return int("".join(map(str, [int(1 + 9 * first), *(int(10 * x) for x in rest)])))
+def _term(sign, length, first, *rest):
+    """Of shares of their ranges: the sign, two or three digits, the first digit, which is not 0, and the others."""
+    digits = [int(1 + 9 * first**2), *(int(10 * x**2) for x in rest[: 1 + int(2 * length)])]
+    return (1 if sign < 0.5 else -1) * int("".join(map(str, digits)))
 
 
-def _sum(terms, width=0):
-    return f"{terms[0]:{width}d}" + "".join(f"{'+-'[term < 0]}{abs(term):{width}d}" for term in terms[1:])
+def _turned(x):
+    return str(abs(x))[::-1].ljust(3, "0")
 
 
 def arithmetic_tokenizer():

@@ -18,8 +18,7 @@ from klnb import tasks
 from klnb.estimators import k1, k2, k3
 from klnb.losses import ESTIMATORS, kl_loss, token_logprobs, token_logprobs_from_hidden
 from klnb.models import completion_hidden, completion_logits, encode, eos_ids, load, rollout
-from klnb.paths import ROOT
-from klnb.processes import write
+from klnb.paths import ROOT, write
 from klnb.stats import generator
 from klnb.team import mine, over_team, team
 
@@ -70,13 +69,8 @@ def log_probs(model, batch, with_logits=True, *, chunked=False, group=1, **sampl
         temperature = sampler.pop("temperature", 1.0)
         hidden, weight, bias = completion_hidden(model, *_where(batch), **sampler)
         return token_logprobs_from_hidden(hidden, weight, batch["completion"], temperature, bias), None
-    logits = _logits(model, batch, group, **sampler)
+    logits = completion_logits(model, *_where(batch), group=group, **sampler)
     return token_logprobs(logits, batch["completion"]), logits
-
-
-def _logits(model, batch, group, **sampler):
-    group = 1 if model.training else group  # gradient checkpointing works without a cache
-    return completion_logits(model, *_where(batch), group=group, **sampler)
 
 
 def objective(policy, ref, batch, name, beta, *, group, **sampler) -> Float[Tensor, ""]:
@@ -185,11 +179,12 @@ def evaluate(policy, ref, tokenizer, records, swapped_batch, s, source, barred) 
 def measure(policy, ref, batch, s, barred) -> dict:
     """Of each row of a batch, float64 [B]: kl, KL(π‖π_ref) in nats as `evaluate` has it, for rows sampled from the
     policy; k1, k2, k3, its estimates from the row's tokens alone, summed; log-probs; length, entropy and reward."""
-    found = []
-    for part in _parts(batch, s):
+    found, rows = [], s["prompts"] * s["group"] // s["chunks"]  # as many as a training step has in a part
+    sampler = {"temperature": s["temperature"], "barred": barred, "group": s["group"]}
+    for part in zip(*(x.split(rows) for x in batch.values())):
+        part = dict(zip(batch, part))
         logp, ref_logp = (
-            _logits(model, part, s["group"], temperature=s["temperature"], barred=barred).log_softmax(-1)
-            for model in (policy, ref)
+            completion_logits(model, *_where(part), **sampler).log_softmax(-1) for model in (policy, ref)
         )
         mask, chosen = part["mask"], part["completion"].unsqueeze(-1)
         own, other = (x.gather(-1, chosen).squeeze(-1) for x in (logp, ref_logp))
@@ -208,12 +203,6 @@ def _listed(texts, rows):
 
 def _where(batch):
     return batch["tokens"], batch["prompt_mask"], batch["completion"]
-
-
-def _parts(batch, s):
-    """A batch in parts of as many rows as a training step sends through the model at once."""
-    rows = s["prompts"] * s["group"] // s["chunks"]
-    return [dict(zip(batch, part)) for part in zip(*(x.split(rows) for x in batch.values()))]
 
 
 def _full_kl(logp, other, mask):
@@ -317,7 +306,7 @@ def models(s):
     return policy, ref.requires_grad_(False), tokenizer
 
 
-problems = cache(partial(tasks.arithmetic, operations=(2,), columns=True))  # made once in each process
+problems = cache(tasks.arithmetic)  # made once in each process
 
 
 def _place(name):

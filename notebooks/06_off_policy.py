@@ -90,17 +90,13 @@ def keep(**items):
     (result_dir / "06_off_policy.json").write_text(json.dumps(data) + "\n")
 
 
-def table(logits, like):
-    return policies.Tabular(logits, like.table, horizon=like.horizon, eos=like.eos)
-
-
 def triple(purpose, i, horizon, stale, kind="full", ref_kind=None, size=None):
     """Policy, reference, behavior: N(0, 1) logits for the last two, the policy's are the behavior's + N(0, stale²)."""
     g = generator(seed, f"06 {purpose} {i}")
     mu = policies.random(size or vocab, horizon, kind, generator=g)
     ref = policies.random(size or vocab, horizon, ref_kind or kind, generator=g)
     moved = torch.randn(mu.logits.shape, dtype=torch.float64, generator=g)
-    return table(mu.logits + stale * moved, mu), ref, mu
+    return mu.at(mu.logits + stale * moved), ref, mu
 
 
 # %% [markdown]
@@ -368,9 +364,9 @@ def ascend(policy, ref, reward):
     """One exact update of the policy."""
     z = policy.logits.clone().requires_grad_()
     tokens, _ = policies.sequences(policy.vocab, policy.horizon)
-    value = (table(z, policy).token_logprobs(tokens).sum(1).exp() * reward).sum()
+    value = (policy.at(z).token_logprobs(tokens).sum(1).exp() * reward).sum()
     grad = torch.autograd.grad(value, z)[0] - beta * exact.gradient(policy, ref, "R_seq")
-    return table(policy.logits + step * grad, policy)
+    return policy.at(policy.logits + step * grad)
 
 
 # %%
@@ -419,7 +415,7 @@ for name in ("no ratio: k1", "no ratio: reward-to-go", "frozen KL: token, clippe
 def estimate(loss, policy, ref, mu, tokens):
     """The gradient of a loss on given rollouts, in the logits."""
     z = policy.logits.clone().requires_grad_()
-    p, q, b = (x.token_logprobs(tokens) for x in (table(z, policy), ref, mu))
+    p, q, b = (x.token_logprobs(tokens) for x in (policy.at(z), ref, mu))
     return torch.autograd.grad(loss(p, q, torch.ones_like(q), b), z)[0]
 
 
@@ -430,7 +426,7 @@ def improve(policy, ref, mu, tokens, reward):
     def loss(p, q, m, b):
         return beta * right("reward-to-go")(p, q, m, b) - ((p - b).sum(1).exp() * reward[index]).mean()
 
-    return table(policy.logits - step * estimate(loss, policy, ref, mu, tokens), policy)
+    return policy.at(policy.logits - step * estimate(loss, policy, ref, mu, tokens))
 
 
 # %%
@@ -558,7 +554,7 @@ for i in range(buffer_pairs):
         for k in range(buffer_steps + 1):
             tracks[name][i, k] = exact.kl(policy, ref)
             g = exact.expected_gradient(LOSSES[name], policy, ref, mu, stacked=True)
-            policy = table(policy.logits - step * g, policy)
+            policy = policy.at(policy.logits - step * g)
 
 # %%
 keep(buffer={name: v.tolist() for name, v in tracks.items()})
@@ -599,7 +595,7 @@ def nucleus(policy, p):
     """The policy's top-p sampler: the smallest set of tokens whose probability reaches p, renormalised."""
     probs, order = policy.logits.softmax(1).sort(dim=1, descending=True)
     keep_token = torch.zeros_like(probs).scatter(1, order, (probs.cumsum(1) - probs < p).double())
-    return table(torch.where(keep_token > 0, policy.logits, -torch.inf), policy)
+    return policy.at(torch.where(keep_token > 0, policy.logits, -torch.inf))
 
 
 cut = {how: np.zeros((pairs, len(top_ps))) for how in ("taken for π", "prefix ratio")}

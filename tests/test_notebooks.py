@@ -1,6 +1,7 @@
 """Every notebook runs, in this process, at the small sizes that params.yaml lists under `smoke`."""
 from fnmatch import fnmatch
 
+import jupytext
 import matplotlib.pyplot as plt
 import pytest
 from ruamel.yaml import YAML
@@ -13,7 +14,7 @@ STAGES = YAML(typ="safe", pure=True).load((paths.ROOT / "dvc.yaml").read_text())
 
 def execute(script, params):
     """Run a notebook's cells in order; its final names."""
-    cells = nbrun.parametrize(nbrun.load(script), params).cells
+    cells = nbrun.parametrize(jupytext.read(script), params).cells
     names = {"__name__": "__main__", "display": print}
     for i, cell in enumerate(cells):
         if cell.cell_type == "code":
@@ -25,7 +26,7 @@ def execute(script, params):
 def test_smoke(name, tmp_path, monkeypatch):
     monkeypatch.chdir(paths.ROOT / "notebooks")  # as in JupyterLab and in the runner
     folders = {"figures": str(tmp_path / "figures"), "results": str(tmp_path / "results")}
-    _, known = nbrun.parameters(nbrun.load(f"{name}.py"))
+    _, known = nbrun.parameters(jupytext.read(f"{name}.py"))
     execute(paths.ROOT / f"notebooks/{name}.py", {f: folders[f] for f in folders if f in known} | SMOKE[name])
     plt.close("all")
     # what it made is what its stage lists

@@ -1,5 +1,6 @@
 r"""Problems, answers, prompts and rewards. The verifier is tested with what hangs or kills it."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from hashlib import sha256
 
 import pytest
 import torch
@@ -65,7 +67,6 @@ def test_math_records_of_a_folder(data_dir):
     assert tasks.math_records("train", data_dir=data_dir) == RECORDS
     assert tasks.math_records("test", data_dir=str(data_dir)) == RECORDS[:1]
     assert tasks.math_records("train", data_dir=data_dir, levels=[5, 1]) == RECORDS[:2]
-    assert tasks.math_records("train", data_dir=data_dir, levels=[1, 5], limit=1) == RECORDS[:1]
     assert [tasks.answer(r) for r in RECORDS] == [r"\frac{1}{2}", "2", "8+4i"]
     with pytest.raises(ValueError, match="no MATH problem"):
         tasks.math_records("train", data_dir=data_dir, levels=[3])
@@ -120,29 +121,8 @@ def test_math_records_of_the_hub_are_read_by_subject(monkeypatch):
 
 
 def test_arithmetic_is_right_step_by_step():
-    records = tasks.arithmetic(300, digits=[2, 3], operations=[2, 3])
-    levels = set()
-    for record in records:
-        expression = re.fullmatch(r"Compute \$(\d{2,3}(?:[+-]\d{2,3}){2,3})\$\.", record["problem"]).group(1)
-        terms = [int(t) for t in re.findall(r"[+-]?\d+", expression)]
-        *steps, last = record["solution"].split("\n")
-        total = terms[0]
-        for term, step in zip(terms[1:], steps, strict=True):
-            assert step == f"{total}{term:+d}={total + term}"
-            total += term
-        assert last == rf"\boxed{{{total}}}" and tasks.answer(record) == str(total)
-        assert record["level"] == f"Level {len(terms) - 2}" and record.keys() == set(tasks.FIELDS)
-        levels.add(record["level"])
-    assert levels == {"Level 1", "Level 2"}
-    assert len({r["problem"] for r in records}) == len({r["id"] for r in records}) == 300
-    first = [int(re.search(r"\d+", r["problem"]).group()) for r in records]
-    assert min(first) < 20 and max(first) > 900  # both lengths, over their range
-    assert any("-" in r["problem"] for r in records) and any("+" in r["problem"] for r in records)
-
-
-def test_arithmetic_in_columns():
     r"""Problem "Compute $347+ 58-126$.": the rows 743, +850, =504, -621, =972 read from the units on, then the box."""
-    records = tasks.arithmetic(200, operations=[2], columns=True)
+    records = tasks.arithmetic(300)
     for record in records:
         expression = re.fullmatch(r"Compute \$(\d{3}|( \d\d))([+-](\d{3}| \d\d)){2}\$\.", record["problem"])
         terms = [int(t.replace(" ", "")) for t in re.findall(r"[+-]? *\d+", expression.group()[9:])]
@@ -152,36 +132,37 @@ def test_arithmetic_in_columns():
         ]  # fmt: skip
         assert b[0] == "+-"[terms[1] < 0] and d[0] == "+-"[terms[2] < 0] and c[0] == e[0] == "="
         assert last == rf"\boxed{{{sum(terms)}}}" and 100 <= sum(terms[:2]) < 1000 and 100 <= sum(terms) < 1000
+        assert record["level"] == "Level 1" and record.keys() == set(tasks.FIELDS)
+        assert tasks.answer(record) == str(sum(terms))
     tokenizer = tasks.arithmetic_tokenizer()
     assert {len(tokenizer(tasks.prompt(r, tokenizer))["input_ids"]) for r in records} == {15}
     assert {len(tokenizer(r["solution"], add_special_tokens=False)["input_ids"]) for r in records} == {24}
     assert any(" " in r["problem"][9:] for r in records)
+    assert len({r["problem"] for r in records}) == len({r["id"] for r in records}) == 300
+    first = [int(re.search(r"\d+", r["problem"]).group()) for r in records]
+    assert min(first) < 20 and max(first) > 900  # both lengths, over their range
+    assert any("-" in r["problem"] for r in records) and any("+" in r["problem"] for r in records)
 
 
 def test_arithmetic_is_a_function_of_its_arguments():
     before = torch.get_rng_state()
     problems = {
-        key: [r["problem"] for r in tasks.arithmetic(200, split=key[0], seed=key[1], digits=[2], operations=[2])]
+        key: [r["problem"] for r in tasks.arithmetic(200, split=key[0], seed=key[1])]
         for key in (("train", 0), ("train", 1), ("test", 0))
     }
     assert torch.equal(before, torch.get_rng_state())
-    assert problems["train", 0] == [r["problem"] for r in tasks.arithmetic(200, digits=[2], operations=[2])]
-    assert problems["train", 0][:50] == [r["problem"] for r in tasks.arithmetic(50, digits=[2], operations=[2])]
+    assert problems["train", 0] == [r["problem"] for r in tasks.arithmetic(200)]
+    assert problems["train", 0][:50] == [r["problem"] for r in tasks.arithmetic(50)]
     assert problems["train", 0] != problems["train", 1]
 
 
-def test_arithmetic_splits_are_disjoint_and_complete():
-    """Every one of the 9·9·2 one-digit problems is in exactly one split, whatever the seed."""
-    seen = {}
-    for split in ("train", "test"):
-        for seed in (0, 1):
-            args = {"split": split, "seed": seed, "digits": [1], "operations": [1]}
-            with pytest.raises(ValueError, match="only .* of 162 problems found") as error:
-                tasks.arithmetic(162, **args)
-            n = int(re.search(r"only (\d+)", str(error.value)).group(1))
-            seen[split, seed] = {r["problem"] for r in tasks.arithmetic(n, **args)}
-    assert seen["train", 0] == seen["train", 1] and seen["test", 0] == seen["test", 1]
-    assert not seen["train", 0] & seen["test", 0] and len(seen["train", 0] | seen["test", 0]) == 162
+def test_arithmetic_splits_are_disjoint():
+    """By the rule: a problem is for testing where the first byte of its sha256 divides by 10, one in ten or so."""
+    seen = {key: {r["problem"] for r in tasks.arithmetic(300, split=key[0], seed=key[1])}
+            for key in itertools.product(("train", "test"), (0, 1))}  # fmt: skip
+    for (split, _), problems in seen.items():
+        assert all((sha256(p.encode()).digest()[0] % 10 == 0) == (split == "test") for p in problems)
+    assert not (seen["train", 0] | seen["train", 1]) & (seen["test", 0] | seen["test", 1])
 
 
 def test_tokenizer_of_arithmetic(tmp_path):
@@ -247,7 +228,7 @@ def test_rewards_of_completions():
 
 def test_arithmetic_is_rewarded_exactly():
     """Each answer against its own and 17 shifted problems: right where, and only where, the integers are equal."""
-    records = tasks.arithmetic(60, digits=[1, 2])
+    records = tasks.arithmetic(60)
     for shift in (0, *range(1, 18)):
         texts = [records[(i + shift) % 60]["solution"] for i in range(60)]
         want = [float(int(tasks.last_boxed(t)) == int(tasks.answer(r))) for t, r in zip(texts, records)]

@@ -182,7 +182,7 @@ def test_distinct_counts_samples_of_one_prompt(pair, s, monkeypatch):
 
 def test_rewards_look_at_the_last_box_up_to_the_end(s):
     tokenizer = tasks.arithmetic_tokenizer()
-    record = tasks.arithmetic(1, columns=True)[0]
+    record = tasks.arithmetic(1)[0]
     right, wrong = tasks.answer(record), "111"
     texts = [f"\n\\boxed{{{right}}}<eos>", f"\n\\boxed{{{right}}}1\n\\boxed{{{wrong}}}", "<eos>" + right, right]
     rows = [tokenizer(t, add_special_tokens=False)["input_ids"] for t in texts]

@@ -17,7 +17,8 @@ from ruamel.yaml import YAML
 from klnb import tasks
 from klnb.losses import token_logprobs
 from klnb.models import completion_logits, encode, load
-from klnb.processes import end_with_parent, in_processes, write
+from klnb.paths import write
+from klnb.processes import end_with_parent, in_processes
 from klnb.stats import generator
 from klnb.training import DEFAULTS, new_model, problems, rewards, sample
 

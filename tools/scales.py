@@ -21,7 +21,8 @@ from ruamel.yaml import YAML
 
 from klnb import models, paths, training
 from klnb import runs as sweeps
-from klnb.processes import in_processes, write
+from klnb.paths import write
+from klnb.processes import in_processes
 
 SCALES = ("smollm2", "gpu_distillation", "gpu_math_reward", "gpu_short")
 DIGITS = 6  # significant ones, of published numbers
