@@ -261,8 +261,8 @@ if len(seeds) > 1 and scale != "math-demo":
 # - Without a KL term the reward rises and the policy drifts away; a KL term trades one for the other.
 # - **k1 as a loss** pulls nothing back. Multiplied by a large $\beta$, its noise is all that remains: the policy ends
 #   farther from $\pi_{\mathrm{ref}}$ than without a KL term, and the reward is gone.
-# - The others lie on one frontier at small $\beta$. At large $\beta$, near $\pi_{\mathrm{ref}}$, noise orders the
-#   sequence-level forms: the whole-sequence form pays most KL for least reward, reward-to-go less, and reward-to-go of
-#   k3 and Rao–Blackwell least. k2 and k3 as losses hold the policy closest, at less reward.
+# - The others lie on one frontier at small $\beta$. At large $\beta$ k2 and k3 as losses hold the policy closest, at
+#   less reward than reward-to-go. The sequence-level forms, which share a field, differ by little, in the order of
+#   their noise if at all: the intervals above say where that is certain.
 # - Far from $\pi_{\mathrm{ref}}$ the bias shows: see [distillation](07_distillation), where k3 falls behind, and
 #   [the exact optima](04_regularized_reward).
