@@ -396,7 +396,9 @@ for above, below in (("k2", "reward-to-go"), ("k3", "reward-to-go"), ("k3", "k2"
 # %%
 kept["smollm2"] = {"steps": real_steps, "counts": counts, "claims": real_claims,
                    "evaluations": {name: {m: c[m].tolist() for m in c} for name, c in real_data.items()}}  # fmt: skip
-(RESULTS / "07_distillation.json").write_text(json.dumps(kept) + "\n")
+_ = (RESULTS / "07_distillation.json").write_text(json.dumps(kept) + "\n")
+
+# %%
 fig, axes = plt.subplots(3, 1, figsize=(7, 8), sharex=True)
 axes[0].set(yscale="log", yticks=(ticks := [20, 30, 40, 60, 80, 100, 150, 200]), yticklabels=ticks)
 axes[0].minorticks_off()
