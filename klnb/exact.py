@@ -171,7 +171,7 @@ def gradients(
         prob = _sequence_logp(sampler, tokens, mask).exp()
         tokens, mask, prob = tokens[prob > 0], mask[prob > 0], prob[prob > 0]
         rows, ref_logits = policy.rows(tokens), ref.logits[ref.rows(tokens)]
-        ref_logp, mu_logp = ref.token_logprobs(tokens), sampler.token_logprobs(tokens)
+        ref_logp, mu_logp = _chosen(ref_logits, tokens), _chosen(sampler.logits[sampler.rows(tokens)], tokens)
     batches, out = torch.tensor(list(product(range(len(tokens)), repeat=batch_size))), []  # [M, B]
     for some in [batches] if stacked else batches.split(1):
         batch, table_of = some.flatten(), torch.arange(len(some)).repeat_interleave(batch_size)[:, None]
@@ -179,7 +179,7 @@ def gradients(
         tables = policy.logits.detach().repeat(len(some), 1, 1).requires_grad_()  # one for each batch
         with torch.enable_grad():
             logits = tables[table_of, rows[at]]
-            logp = logits.gather(2, tokens[at].unsqueeze(2)).squeeze(2) - logits.logsumexp(2)
+            logp = _chosen(logits, tokens[at])
             more = {"logits": logits, "ref_logits": ref_logits[at]}
             more = {k: v for k, v in more.items() if k in wanted}
             own = logp.detach() if behavior is None else mu_logp[at]
@@ -187,6 +187,12 @@ def gradients(
             check_loss(loss)
             out.append(len(some) * torch.autograd.grad(loss, tables)[0])  # stacked, each is a share of the mean
     return prob[batches].prod(1), torch.cat(out)
+
+
+def _chosen(logits, tokens):
+    """Log-probs [B, T] of tokens under logits [B, T, V]: in one way for all policies, so that equal ones agree to the
+    bit."""
+    return logits.gather(2, tokens.unsqueeze(2)).squeeze(2) - logits.logsumexp(2)
 
 
 def check_loss(loss):
